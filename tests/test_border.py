@@ -410,7 +410,7 @@ def test_a_closed_stream_is_no_traceback(tmp_path, closed):
     line, here = f'{sys.executable} -c "$CODE" {closed}', os.environ | {"CODE": PROGRAM}
     done = subprocess.run(["bash", "-c", line], env=here, cwd=tmp_path, capture_output=True, text=True)
     assert (tmp_path / "done").read_text() == "" and "Traceback" not in done.stderr
-    full = "Error: standard output: no space left on device; make room on the disk, and run the same command again\n"
+    full = "Error: standard output: no space left on device. Make room and run the same call again\n"
     assert (done.returncode, done.stderr) == ((2, full) if "full" in closed else (0, "")), done.stderr
 
 

@@ -258,12 +258,12 @@ def test_a_bug_is_not_hidden():
         (MemoryError("could not allocate 10 GiB"), ("not enough memory (could not allocate 10 GiB)", "lower")),
         (
             PermissionError(13, "Permission denied", "/some/where"),
-            ("/some/where: permission denied; change its permissions",),
+            ("/some/where: permission denied. Change its permissions",),
         ),
-        (OSError(28, "No space left on device", "/full/disk"), ("/full/disk: no space left on device; make room",)),
+        (OSError(28, "No space left on device", "/full/disk"), ("/full/disk: no space left on device. Make room",)),
         (
             OSError(30, "Read-only file system", b"/read/only"),
-            ("/read/only: read-only file system; the disk is read-only",),
+            ("/read/only: read-only file system. Choose a folder on a disk",),
         ),
         (OSError("with words of its own"), ("Error: with words of its own",)),
         (ValueError(), ("Error: ValueError",)),

@@ -96,7 +96,7 @@ def test_the_command_ends_with_a_verdict_and_code_one(tmp_path):
     line = ["doctor", str(spoilt(tmp_path / "d", weights=eight_bits)), "--verifier", str(TINY)]
     result = CliRunner().invoke(app, [*line, "--output-dir", str(tmp_path / "page")])
     assert result.exit_code == 1, result.output
-    assert "First loss: weights. " in result.stdout and "Read: nbs/models/04_base.ipynb" in result.stdout
+    assert "First loss: weights. " in result.stdout and "Read: nbs/models/02_base.ipynb" in result.stdout
     assert "not checked  no features were found; give --features" in result.stdout
     assert "First loss: weights" in (tmp_path / "page/index.html").read_text()
     again = CliRunner().invoke(app, [*line, "--output-dir", str(tmp_path / "page")])

@@ -1,8 +1,10 @@
 """Small parts that no reader sees at work: rows requested ahead, files of a server, digests of code, command lines."""
 
+import copy
 import fcntl
 import json
 import os
+import re
 import stat
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -15,7 +17,9 @@ from accelerate.data_loader import BatchSamplerShard
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, Subset
+from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig
 
+from speculators_nb.cli.demo import DemoRun, Stages, commands
 from speculators_nb.data.packing import collate
 from speculators_nb.decode.generate import generate
 from speculators_nb.decode.ngram import NgramDrafter
@@ -28,7 +32,17 @@ from speculators_nb.features.prefetch import PrefetchedRows, follow_order, prefe
 from speculators_nb.lab.code_digest import code_digest
 from speculators_nb.lab.experiment import heldout_setting
 from speculators_nb.lab.greedy_replay import greedy_answers, replay
+from speculators_nb.models import formats
+from speculators_nb.models import serving_rules as rules
+from speculators_nb.models.attached_verifier import generation_settings, resolve_verifier
 from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.models.eagle import EagleSpeculatorConfig
+from speculators_nb.models.formats_dflash import check_no_unknown_options
+from speculators_nb.models.formats_eagle import check_served_layer
+from speculators_nb.models.formats_token_heads import from_original, to_original
+from speculators_nb.models.mtp_families import from_native, to_native
+from speculators_nb.models.mtp_native import fuse_experts
+from speculators_nb.nn.layers import Rotary
 from speculators_nb.nn.supervision import shift_by_one
 from speculators_nb.serve.vllm_connector import Done, cached_rows, file_for, say_what_is_served, write_whole
 from speculators_nb.train.packed_loaders import PackedLoaders
@@ -340,3 +354,106 @@ def test_a_replay_takes_the_steps_of_decoding():
                 replayed = replay(drafter, answer, k)
                 assert (replayed.tokens, replayed.steps) == (decoded.tokens, decoded.steps)
                 assert replayed.finish_reason == decoded.finish_reason
+
+
+# ---- formats, serving rules, arguments of drafters
+
+
+class Toy(SpeculatorModel):
+    config_class = SimpleNamespace(width=2, bias=False)
+    config_arguments = ("bias",)
+    training_defaults = {"bias": True, "steps": 4}
+
+    def forward(self, input_ids, *, steps=3, loss_config="kl_div", dtype=None): ...
+
+
+def test_defaults_of_a_drafters_arguments():
+    "In this order: its training defaults, its config, the signature of its forward pass."
+    assert Toy.training_arguments()["bias"] is True and Toy.training_arguments()["steps"] == 4
+    assert Toy.get_trainer_kwargs(learning_rate=1e-4)[0] == dict(steps=4, loss_config={"kl_div": 1.0})
+    assert Toy.get_trainer_kwargs(steps=2, loss_fn="ce")[0] == dict(steps=2, loss_config={"ce": 1.0})
+
+
+def test_rules_of_serving_name_what_they_find():
+    raw = {rules.LAYER: {"model_type": "mamba", "hidden_act": "relu"}, "layers": [2, 9]}
+    each = [rules.known_layer_family, rules.silu_only, rules.layers_exist("layers"), rules.written("depth", why="x")]
+    found = [sentence for rule in each for sentence in rule(raw, PretrainedConfig(num_hidden_layers=4))]
+    assert len(found) == 4 and rules.silu_only({}) == []
+    rope = dict(rope_type="longrope", original_max_position_embeddings=4096)
+    nested = dict(sliding_attention=rope, full_attention=rope)
+    said = [rules.served_rope(dict(rope_parameters=given)) for given in (rope, nested)]
+    assert [tuple(map(len, pair)) for pair in said] == [(0, 1), (1, 0)]
+
+
+def test_a_format_reads_names_and_config(tmp_path):
+    "A field in a block or beside it; a buffer that the config gives is left out; a table of prefixes and its inverse."
+    state = {"fc.weight": torch.randn(2, 3), "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    formats.write_native(tmp_path, dict(eagle_config=dict(depth=3), block_size=8), state)
+    native = formats.NativeCheckpoint(tmp_path)
+    assert [native.config_value(name, 0, block="eagle_config") for name in ("depth", "block_size", "no")] == [3, 8, 0]
+    assert list(native.tensors()) == ["fc.weight"]
+    table = {"fc.": "fusion_fc.", "layers.0.": "transformer."}
+    ours = formats.rename(dict.fromkeys(["fc.weight", "layers.0.mlp.up_proj.weight", "d2t"]), table)
+    assert list(ours) == ["fusion_fc.weight", "transformer.mlp.up_proj.weight", "d2t"]
+    assert list(formats.rename(ours, formats.inverse(table))) == ["fc.weight", "layers.0.mlp.up_proj.weight", "d2t"]
+
+
+@pytest.mark.parametrize("kind", ["yarn", "dynamic"])
+def test_a_longer_reach_keeps_the_angles(kind):
+    rope = dict(rope_type=kind, rope_theta=1e4, factor=4.0)
+    sizes = dict(hidden_size=32, num_attention_heads=4, max_position_embeddings=128)
+    was, at = LlamaConfig(**sizes, rope_parameters=rope), torch.arange(300)
+    now = formats.reaching(copy.deepcopy(was), 512)
+    assert all(torch.equal(a, b) for a, b in zip(Rotary(was)(at, at), Rotary(now)(at, at)))
+
+
+def test_the_whole_vocabulary_has_no_mapping():
+    whole = dict(t2d=torch.ones(16), d2t=torch.zeros(16, dtype=torch.int32))
+    assert formats.vocab_mapping(whole, 16, "foreign") == {}
+
+
+def test_names_of_heads_there_and_back():
+    deepseek = DeepseekV3Config(num_hidden_layers=61)
+    for name in ("eh_proj.weight", "self_attn.kv_b_proj.weight", "shared_head.norm.weight"):
+        name = f"model.layers.61.{name}"
+        assert to_native(from_native(name, deepseek), deepseek) == name
+    assert from_native("model.layers.61.shared_head.head.weight", deepseek) is None
+    for name in ("2.0.linear.weight", "2.1.weight"):
+        assert to_original(from_original(name), num_blocks=1) == name
+
+
+@pytest.mark.parametrize(
+    "call, words",
+    [
+        (lambda: fuse_experts({"mlp.experts.1.gate_proj.weight": torch.ones(3, 4)}), "lacks mlp.experts.0.gate_proj"),
+        (lambda: generation_settings(None, dict(max_tokens=4)), "generate got max_tokens: not a field"),
+        (lambda: generation_settings(None, dict(num_beams=4)), "num_beams=4: speculative decoding here knows"),
+        (lambda: resolve_verifier(7), "give a folder, a hub id or a PreTrainedModel"),
+        (
+            lambda: check_served_layer(EagleSpeculatorConfig(layernorms=True, fusion_bias=True)),
+            "layernorms and fusion_bias=True",
+        ),
+        (
+            lambda: check_no_unknown_options(SimpleNamespace(name="x", config_value=lambda *a, **k: 2.0, folder=ROOT)),
+            "is 2.0",
+        ),
+    ],
+    ids=["experts", "no field", "beams", "no verifier", "two kinds of norm", "option"],
+)
+def test_what_other_projects_have_and_we_do_not(call, words):
+    with pytest.raises((ValueError, TypeError), match=re.escape(words)):
+        call()
+
+
+def test_the_demo_notes_its_stages_and_how_it_is_made_again(tmp_path):
+    for _ in range(2):  # two calls on a folder
+        stages = Stages(2, tmp_path / "seconds.json")
+        stages.begin("answers", "the verifier answers")
+        stages.begin("train", "training a drafter")
+        stages.end()
+    assert [*json.loads((tmp_path / "seconds.json").read_text())] == ["answers", "train"]
+    given = dict(heldout="data/corpus/heldout.jsonl", algorithm="dflash", k=4, n_prompts=None)
+    run = DemoRun(**dict.fromkeys(DemoRun._fields) | dict(command="demo", given=given, heldout=given["heldout"]))
+    typed = commands(run._replace(folder=Path("output/demo")), served=True)
+    assert typed[0] == "speculators-nb demo --algorithm dflash" and len(typed) == 3
+    assert len(commands(run._replace(folder=Path("my demo")), served=False)) == 2

@@ -19,7 +19,7 @@ import tokenize
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, get_args, runtime_checkable
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -27,7 +27,9 @@ from typer.models import OptionInfo
 
 import speculators_nb
 
+from ..core import files
 from ..core.options import RULES, check_options, near, printable, rule_of, shown, typed
+from ..core.provenance import hide_secrets, without_secrets
 from ..verifier.folders import refuse_model
 from .inputs import check_inputs
 from .own_drafters import import_drafters, loads_drafters
@@ -45,10 +47,8 @@ SHELL = {
 }
 
 
-def shell_type(
-    annotation: ast.expr | None,  # in the source; None: the parameter has none
-) -> type | None:  # what a shell can give for it; None: nothing
-    "The first alternative of a union that can be typed on a command line."
+def shell_type(annotation: ast.expr | None) -> type | None:
+    "The first alternative of a union that can be typed on a command line; None: none can."
     alternatives, rest = [], [annotation or ast.Name("str")]
     while rest:
         part = rest.pop()
@@ -61,20 +61,15 @@ def shell_type(
     return kind | None if kind and "None" in alternatives else kind
 
 
-def parameters_of(
-    node: ast.FunctionDef,  # a function in the source of a module
-) -> list[tuple[ast.arg, ast.expr | None]]:  # each with its default; None: it has none
-    "Positional and keyword-only parameters."
+def parameters_of(node: ast.FunctionDef) -> list[tuple[ast.arg, ast.expr | None]]:
+    "Positional and keyword-only parameters, each with its default (None: it has none)."
     positional, keywords = node.args.args, node.args.kwonlyargs
     required = len(positional) - len(node.args.defaults)
     defaults = [None] * required + [*node.args.defaults, *node.args.kw_defaults]
     return list(zip([*positional, *keywords], defaults))
 
 
-def comments_of(
-    source: str,  # of a module
-    node: ast.FunctionDef,  # a function in it
-) -> dict[str, str]:  # parameter -> the comment beside it
+def comments_of(source: str, node: ast.FunctionDef) -> dict[str, str]:  # parameter -> the comment beside it
     "One comment a parameter, on the line where the parameter ends."
     lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
     tokens = tokenize.generate_tokens(io.StringIO("\n".join(lines) + "\n").readline)
@@ -150,51 +145,47 @@ def library(
 
 # mistakes of the caller or of the data; so are the library's own
 EXPECTED = ValueError, OSError, ImportError, FloatingPointError
-REMEDIES = {
-    errno.ENOSPC: "make room on the disk, and run the same command again",
-    errno.EDQUOT: "make room, and run the same command again",
-    errno.EROFS: "the disk is read-only; name another place",
-    errno.EACCES: "change its permissions, or name another place",
-    errno.EPERM: "change its permissions, or name another place",
-    errno.ENOENT: "check the spelling",
-    errno.EISDIR: "this is a folder; name a file",
-    errno.ENOTDIR: "a part of this path is a file; name another place",
-    errno.EEXIST: "name another place",
-    errno.ENAMETOOLONG: "name a shorter path",
-    errno.ELOOP: "the link leads back to itself; name another place",
+REMEDIES = files.REMEDIES | {  # of what is read, too
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "Change its permissions, or name another place"),
+    errno.ENOENT: "Check the spelling",
+    errno.EISDIR: "This is a folder: name a file",
 }
 
 
 def _system(e):
     "A refusal of the operating system: the path, the reason, the remedy."
-    path = e.filename2 or e.filename
     reason = (e.strerror or type(e).__name__).lower()
-    if e.errno == errno.ENOENT and not _has_working_folder():
-        return "the working folder has been removed; change into one that is there (cd)"
-    if isinstance(path, int) or path is None:  # neither a write nor the system says which
-        return f"{reason}; {REMEDIES.get(e.errno, 'look at the disk and at the command line')}"
-    return f"{os.fsdecode(path)}: {reason}; {REMEDIES.get(e.errno, 'look at the path')}"
-
-
-def _has_working_folder():
     try:
-        return bool(os.getcwd())
+        os.getcwd()
     except FileNotFoundError:
-        return False
+        if e.errno == errno.ENOENT:
+            return "the working folder has been removed; change into one that is there (cd)"
+    path, remedy = e.filename2 or e.filename, REMEDIES.get(e.errno, "Look at the path and at the disk")
+    if path is None or isinstance(path, int):  # neither a write nor the system says which
+        return f"{reason}. {remedy}"
+    return f"{os.fsdecode(path)}: {reason}. {remedy}"
 
 
-def failure(
-    e: Exception,  # that ended a command
-) -> tuple[str, int]:  # one line, exit code
-    "An exception as a message for the terminal."
-    from ..core.provenance import (
-        without_secrets,
-    )  # an argument may be an address with a password
+def _in_one_line(text):
+    "A message for the terminal, without secrets: an argument may be an address with a password."
+    return printable(" ".join(without_secrets(text).split()))[:1000]
 
+
+def _say(e, message, code):
+    "Why a command has ended; a rank of several says which one it is."
+    if "RANK" in os.environ:
+        from ..distributed.torchrun import end_rank
+
+        message = end_rank(e, message, code)
+    typer.echo(f"Error: {message}", err=True)
+
+
+def failure(e: Exception) -> tuple[str, int]:
+    "An exception as one line for the terminal, and its exit code."
     text = str(e)
     if isinstance(e, OSError) and text.startswith("[Errno"):
         text = _system(e)
-    text = printable(" ".join(without_secrets(text).split()))[:1000] or type(e).__name__
+    text = _in_one_line(text) or type(e).__name__
     ours = type(e).__module__.partition(".")[0] == "speculators_nb"
     code = 2
     if isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError":
@@ -205,7 +196,7 @@ def failure(
             f"{type(e).__name__}: {text}. This is a fault of speculators-nb: please report it, "
             "with the output of the same command as `speculators-nb --traceback`"
         )
-    return without_secrets(text), code
+    return text, code
 
 
 def _unknown_option(option, command, takes):
@@ -221,9 +212,7 @@ def _unknown_option(option, command, takes):
     return meant if meant.startswith("Did") else f"`{command} --help` lists the options"
 
 
-def usage(
-    e: Any,  # an exception of Typer's parser, whose classes are private
-) -> str:  # one line
+def usage(e: Any) -> str:  # one line
     "The message for a command line that cannot be read."
     context, kind, message = e.ctx, type(e).__name__, e.message.rstrip(".")
     command = context.info_name if context else ""
@@ -339,30 +328,14 @@ class Program(TyperGroup):
             if type(e).__name__ == "NoArgsIsHelpError":
                 e.show()
             else:
-                from ..core.provenance import without_secrets
-
-                message = printable(" ".join(without_secrets(usage(e)).split()))[:1000]
-                if "RANK" in os.environ:
-                    from ..distributed.torchrun import end_rank
-
-                    message = end_rank(e, message, code)
-                typer.echo(f"Error: {message}", err=True)
+                _say(e, _in_one_line(usage(e)), code)
         if standalone_mode:
             sys.exit(code or 0)
         return code
 
 
-def _in_shell(text, function):
-    "A remedy for a caller in Python, as it is typed in a shell."
-    for name in inspect.signature(function).parameters:
-        text = text.replace(f"pass {name}=True", f"give --{name.replace('_', '-')}")
-    return text
-
-
 @contextlib.contextmanager
-def one_line(
-    function: Callable,  # of the command that runs in this context
-):
+def one_line(function: Callable):
     "An error becomes one line and an exit code (`typer.Exit`), unless `--traceback` is given."
     try:
         yield
@@ -374,12 +347,9 @@ def one_line(
         if os.environ.get("SPECULATORS_NB_TRACEBACK"):
             raise
         message, code = failure(e)
-        message = _in_shell(message, function)
-        if "RANK" in os.environ:
-            from ..distributed.torchrun import end_rank
-
-            message = end_rank(e, message, code)
-        typer.echo(f"Error: {message}", err=True)
+        for name in inspect.signature(function).parameters:  # a remedy for Python, as it is typed in a shell
+            message = message.replace(f"pass {name}=True", f"give --{name.replace('_', '-')}")
+        _say(e, message, code)
         raise typer.Exit(code) from None
 
 
@@ -401,10 +371,7 @@ class App(typer.Typer):
         self.perform: dict[str, Callable] = {}  # runs a command on checked values
 
 
-def new_app(
-    name: str,  # of the program
-    help: str,  # what it is for
-) -> App:  # without commands
+def new_app(name: str, help: str) -> App:  # without commands
     "A program: `--traceback` shows where an error was raised."
     app = App(
         name=name,
@@ -424,15 +391,12 @@ def new_app(
     def options(
         traceback: Annotated[bool, typer.Option("--traceback", help="Show where an error was raised.")] = False,
         version: Annotated[
-            bool,
-            typer.Option("--version", callback=show_version, is_eager=True, help="Show the version."),
+            bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version.")
         ] = False,
     ):
         ours = logging.getLogger("speculators_nb")
         ours.handlers, ours.level = [Echo()], logging.INFO
         os.environ["SPECULATORS_NB_TRACEBACK"] = "1" if traceback else ""
-        from ..core.provenance import hide_secrets
-
         hide_secrets()
 
     return app
@@ -440,8 +404,7 @@ def new_app(
 
 def _object(text):
     "JSON of an object."
-    value = json.loads(text)
-    if not isinstance(value, dict):
+    if not isinstance(value := json.loads(text), dict):
         raise ValueError
     return value
 
@@ -453,31 +416,27 @@ def _place(text):
     return Path(text)
 
 
-READERS = {
-    int: ("INTEGER", int),
-    float: ("FLOAT", float),
-    dict: ("JSON", _object),
-    Path: ("PATH", _place),
-}
+READERS = {int: ("INTEGER", int), float: ("FLOAT", float), dict: ("JSON", _object), Path: ("PATH", _place)}
 
 
 def _reader(name, annotation, command) -> dict[str, Any]:
     "How Typer reads a number or an object; text that is none is answered by the option's rule."
-    kinds = {annotation, *getattr(annotation, "__args__", ())}
-    kinds |= {inner for kind in kinds for inner in getattr(kind, "__args__", ())}
+    kinds = {annotation, *get_args(annotation)}
+    kinds |= {inner for kind in kinds for inner in get_args(kind)}
     kind = next((k for k in READERS if k in kinds), None)
     if kind is None:
         return {}
+    metavar, parse = READERS[kind]
 
     def read(text):
         try:
-            return READERS[kind][1](text)
+            return parse(text)
         except (ValueError, RecursionError):
             rule = rule_of(name, command)
-            wrong = (rule and (rule.of or rule).problem(text)) or f"is no {READERS[kind][0].lower()}"
+            wrong = (rule and (rule.of or rule).problem(text)) or f"is no {metavar.lower()}"
             raise typer.BadParameter(f"{name}={shown(text)}: {wrong}") from None
 
-    return dict(parser=read, metavar=READERS[kind][0])
+    return dict(parser=read, metavar=metavar)
 
 
 def _keyword(name, kind, info, default=None) -> inspect.Parameter:
@@ -533,21 +492,9 @@ GROUP_OF = {name: title for title, names in GROUPS.items() for name in names.spl
 FEW = 8  # options of a command that need no groups
 
 
-def group_of(
-    name: str,  # of an option
-    command: str,  # that takes it
-) -> str:  # a heading
+def group_of(name: str, command: str) -> str:  # a heading
     "The heading under which an option is listed."
     return GROUP_OF.get(f"{command}.{name}") or GROUP_OF.get(name, GENERAL)
-
-
-def _grouped(parameters, command) -> list[inspect.Parameter]:
-    "The parameters, each visible option under its heading."
-    infos = [(p.name, p.annotation.__metadata__[0]) for p in parameters]
-    options = [(n, i) for n, i in infos if isinstance(i, OptionInfo) and not i.hidden]
-    for name, info in options if len(options) > FEW else ():
-        info.rich_help_panel = group_of(name, command)
-    return parameters
 
 
 def _required(function) -> list[str]:
@@ -557,7 +504,7 @@ def _required(function) -> list[str]:
 
 
 def _may_be_none(parameter) -> bool:
-    return type(None) in getattr(parameter.annotation, "__args__", ())
+    return type(None) in get_args(parameter.annotation)
 
 
 def _shell_parameters(function, command, named) -> list[inspect.Parameter]:
@@ -571,33 +518,25 @@ def _shell_parameters(function, command, named) -> list[inspect.Parameter]:
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name != "import_":
             parameters += _as_typer(parameter, comments.get(parameter.name), command, named)
-    own = typer.Option(
-        "--import",
-        metavar="MODULE",
-        show_default=False,
-        help="Module or .py file that registers drafters of your own (repeatable).",
-    )
     if loads_drafters(function):
+        comment = "Module or .py file that registers drafters of your own (repeatable)."
+        own = typer.Option("--import", metavar="MODULE", show_default=False, help=comment)
         parameters.append(_keyword("import_", list[str] | None, own))
-    recipe = typer.Option(
-        "--recipe",
-        metavar="FILE",
-        show_default=False,
-        help="YAML or JSON file with arguments; what is typed here goes before it.",
-    )
     if "recipe" not in inspect.signature(function).parameters:
+        comment = "YAML or JSON file with arguments; what is typed here goes before it."
+        recipe = typer.Option("--recipe", metavar="FILE", show_default=False, help=comment)
         parameters.append(_keyword("recipe", Path | None, recipe))
-    place = inspect.Parameter.KEYWORD_ONLY
-    context = inspect.Parameter("context", place, annotation=typer.Context)
-    return [*_grouped(parameters, command), context]
+    visible = [(p.name, info) for p in parameters if isinstance(info := p.annotation.__metadata__[0], OptionInfo)]
+    visible = [(name, info) for name, info in visible if not info.hidden]
+    for name, info in visible if len(visible) > FEW else ():
+        info.rich_help_panel = group_of(name, command)
+    context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
+    return [*parameters, context]
 
 
-def further_options(
-    args: list[str],  # as they were typed
-    known: set[str],  # options of the command
-) -> list[str]:  # with --extra name=value for --name value
-    """Training arguments that have a rule, and no option of the command, as options: a switch
-    without a value is true, `--no-` before it false."""
+def further_options(args: list[str], known: set[str]) -> list[str]:
+    """Training arguments that have a rule, and no option of the command, as `--extra name=value`: a switch without a
+    value is true, `--no-` before it false."""
     out, rest = [], list(args)
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
@@ -699,8 +638,6 @@ def _is_first_rank():
 
 def _print(text):
     "Print a text without secrets, if there is one."
-    from ..core.provenance import without_secrets
-
     if not text:
         return
     try:

@@ -22,10 +22,7 @@ from ..features.in_process import extract_features
 from ..jobs.ranks import ranks_of
 from ..jobs.servers import one_or_several
 from ..jobs.shared_job import on_ray, one_writer
-from ..nn.draft_vocabulary import (
-    load_vocab_mapping,
-    vocab_mapping_from_frequencies,
-)
+from ..nn.draft_vocabulary import load_vocab_mapping, vocab_mapping_from_frequencies
 from ..nn.target_head import text_config, verifier_config
 from ..plan.requirements import features_on_disk, free_disk
 from ..regenerate.from_server import regenerate_from_server
@@ -343,10 +340,7 @@ def vocab(
         t2d, d2t = prepared.add_vocab_mapping(draft_vocab_size, vocab_size, place)
         if output_dir is not None:
             write_provenance(
-                output_dir,
-                "vocab",
-                dict(draft_vocab_size=draft_vocab_size, vocab_size=vocab_size),
-                {"data": data_dir},
+                output_dir, "vocab", dict(draft_vocab_size=draft_vocab_size, vocab_size=vocab_size), {"data": data_dir}
             )
     known = sum(n for t, n in prepared.token_freq.items() if t2d[t])
     return {

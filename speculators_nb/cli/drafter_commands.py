@@ -21,12 +21,7 @@ from ..evaluate.comparison import Comparison, compare_runs, evaluate_as_engine
 from ..evaluate.engine import EngineEvaluation, drafter_name, evaluate_engine
 from ..evaluate.prompts import encode_each, read_prompts
 from ..evaluate.shared_prompts import evaluation_job
-from ..evaluate.while_training import (
-    LENGTH,
-    PROMPTS,
-    decoded_acceptance,
-    draft_length,
-)
+from ..evaluate.while_training import LENGTH, PROMPTS, decoded_acceptance, draft_length
 from ..features.extraction import extraction_options, writable_storage
 from ..jobs.servers import one_or_several
 from ..jobs.shared_job import one_writer
@@ -38,31 +33,15 @@ from ..models.base import SpeculatorModel
 from ..nn.target_head import text_config, verifier_config
 from ..plan.requirements import check_step_memory
 from ..regenerate.in_process import eos_ids_of
-from ..serve.serve_command import (
-    find_verifier,
-    read_config,
-    serve_command,
-    serve_environment,
-)
+from ..serve.serve_command import find_verifier, read_config, serve_command, serve_environment
 from ..serve.server import Server, print_log
 from ..serve.speculative_config import SpeculativeConfig
 from ..serve.vllm_methods import method_of_types
 from ..train.train_drafter import train_drafter
 from ..train.trainer import Measure, SpeculatorTrainer
-from ..verifier.folders import (
-    COMPARISON,
-    EVALUATION,
-    named_by,
-    named_verifier,
-    refuse_model,
-    refuse_overwriting,
-)
+from ..verifier.folders import COMPARISON, EVALUATION, named_by, named_verifier, refuse_model, refuse_overwriting
 from ..verifier.identity import trained_for_another
-from ..verifier.tapped_model import (
-    Verifier,
-    check_aux_layer_ids,
-    default_aux_layer_ids,
-)
+from ..verifier.tapped_model import Verifier, check_aux_layer_ids, default_aux_layer_ids
 from .data_commands import device_of, open_verifier
 from .inputs import check_features, named_runs, read_experiment_file
 
@@ -377,12 +356,7 @@ def compare(
         ):
             with atomic_write(Path(output_dir) / name) as temporary:
                 write(temporary)
-        write_provenance(
-            output_dir,
-            "compare",
-            dict(runs=runs),
-            folders,
-        )
+        write_provenance(output_dir, "compare", dict(runs=runs), folders)
     return found
 
 

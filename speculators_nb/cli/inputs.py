@@ -8,23 +8,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..core.files import (
-    check_folder,
-    check_no_gguf,
-    model_object,
-    read_object,
-    verifier_object,
-)
-from ..core.options import (
-    IN,
-    RULES,
-    check_options,
-    near,
-    pairs,
-    shipped_drafters,
-    shown,
-    typed,
-)
+from ..core.files import check_folder, check_no_gguf, model_object, read_object, verifier_object
+from ..core.options import IN, RULES, check_options, near, pairs, shipped_drafters, shown, typed
 from ..data.sources import files_of, table_files
 from ..evaluate.prompts import sources_of
 from ..verifier.folders import (
@@ -46,10 +31,7 @@ from ..verifier.folders import (
 )
 
 
-def check_features(
-    data_dir: str | os.PathLike,  # of `train`
-    verifier: str | None = None,  # for the remedy
-):
+def check_features(data_dir: str | os.PathLike, verifier: str | None = None):
     "Errors: FileNotFoundError or ValueError if `data_dir` is no folder of features."
     path, model = Path(data_dir), verifier or "VERIFIER"
     if path.is_file():
@@ -71,13 +53,7 @@ def check_features(
     layout_of(path)
 
 
-MODELS = (
-    "verifier",
-    "drafter",
-    "checkpoint",
-    "folder",
-    "from_pretrained",
-)  # or hub ids
+MODELS = ("verifier", "drafter", "checkpoint", "folder", "from_pretrained")  # or hub ids
 FILES = (".jsonl", ".json", ".parquet", ".csv", ".gz", ".zst", ".arrow")
 
 
@@ -105,16 +81,7 @@ def _check_model(field, value, command):
 
 # their verifier is read as a model; the first three, and `evaluate` here, read its tokenizer
 TOKENISES = ("regenerate", "features", "demo", "real")
-READS = (
-    *TOKENISES,
-    "prepare",
-    "train",
-    "evaluate",
-    "doctor",
-    "serve",
-    "convert",
-    "stitch-mtp",
-)
+READS = (*TOKENISES, "prepare", "train", "evaluate", "doctor", "serve", "convert", "stitch-mtp")
 
 
 def _check_verifier(values, command):
@@ -187,9 +154,7 @@ def _check_data(field, value, command):
         files_of(value)
 
 
-def check_clone(
-    *paths: str | os.PathLike,  # files that a demo reads; by default those of the repository
-) -> None:
+def check_clone(*paths: str | os.PathLike) -> None:
     "Errors: FileNotFoundError naming what is not there, and the clone."
     for path in paths:
         if not Path(path).is_file():
@@ -199,9 +164,7 @@ def check_clone(
             )
 
 
-def named_runs(
-    runs: Iterable[str],  # folders, or name=folder
-) -> dict[str, str]:  # name -> folder
+def named_runs(runs: Iterable[str]) -> dict[str, str]:  # name -> folder
     "The runs of `compare`. Errors: ValueError for two of one name; FileNotFoundError."
     folders: dict[str, str] = {}
     for run in runs:
@@ -296,9 +259,7 @@ def _factors(where, grid) -> dict[str, Any]:
     return spelt(grid, where)
 
 
-def read_experiment_file(
-    path: str | os.PathLike,  # YAML or JSON
-) -> ExperimentFile:
+def read_experiment_file(path: str | os.PathLike) -> ExperimentFile:
     """Read and check the file of an experiment; what `import` names is imported. Errors:
     FileNotFoundError, ValueError naming the field, its value and what to write."""
     from .recipe import import_first, with_files_beside
@@ -333,10 +294,7 @@ def read_experiment_file(
     return ExperimentFile(algorithm, settings, factors, common, given, modules)
 
 
-def check_settings(
-    record: Path,  # of the settings of a folder; need not be there
-    settings: dict[str, Any],  # of this call
-) -> None:
+def check_settings(record: Path, settings: dict[str, Any]) -> None:
     """A folder is continued by a call with the settings that began it. Errors: FileExistsError
     naming the setting that differs."""
     before = read_object(record) if record.is_file() else settings
@@ -375,10 +333,7 @@ def _check_output(values, command):
         origin_of(values["output_dir"])
 
 
-def check_inputs(
-    values: dict,  # every argument of a command
-    command: str,  # its name
-):
+def check_inputs(values: dict, command: str):
     "Errors: FileNotFoundError or ValueError for an input that is missing or of another kind."
     if command == "demo":
         check_clone(values["prompts"], values["heldout"])

@@ -119,17 +119,11 @@ train = command(
     _trained,
     app,
     group="Drafters",
-    then=lambda trainer, given: [
-        ("evaluate", given["output_dir"], "PROMPTS.jsonl"),
-        ("serve", given["output_dir"]),
-    ],
+    then=lambda trainer, given: [("evaluate", given["output_dir"], "PROMPTS.jsonl"), ("serve", given["output_dir"])],
 )
 evaluate = command(library("cli.drafter_commands", "evaluate"), _measured, app, group="Drafters")
 compare = command(
-    library("cli.drafter_commands", "compare"),
-    lambda runs: _table(runs.table(), index=False),
-    app,
-    group="Drafters",
+    library("cli.drafter_commands", "compare"), lambda runs: _table(runs.table(), index=False), app, group="Drafters"
 )
 check = command(
     library("serve.vllm_contract", "check_vllm_contract"),
@@ -178,11 +172,7 @@ def _evaluate_longest(found, given):
 
 
 experiment = command(
-    library("cli.drafter_commands", "experiment"),
-    _settled,
-    app,
-    group="Drafters",
-    then=_evaluate_longest,
+    library("cli.drafter_commands", "experiment"), _settled, app, group="Drafters", then=_evaluate_longest
 )
 
 
@@ -212,12 +202,7 @@ convert = command(
 )
 export = command(library("models.convert", "export_native"), str, app, name="export", group="Checkpoints")
 stitch_mtp = command(
-    library("models.mtp_native", "stitch_mtp"),
-    str,
-    app,
-    name="stitch-mtp",
-    group="Checkpoints",
-    output=None,
+    library("models.mtp_native", "stitch_mtp"), str, app, name="stitch-mtp", group="Checkpoints", output=None
 )
 
 demo = command(library("cli.demo", "demo"), lambda evaluation: None, app, group="All of it", output=None)

@@ -13,9 +13,7 @@ from types import ModuleType
 LOADS = {"algorithm", "drafter", "checkpoint", "folder", "format", "import_"}
 
 
-def loads_drafters(
-    function: Callable,  # of a command
-) -> bool:
+def loads_drafters(function: Callable) -> bool:
     "Whether a command has the option `--import`."
     return bool(LOADS & set(inspect.signature(function).parameters))
 
@@ -57,9 +55,7 @@ def _named_module(given: str) -> ModuleType:
     return importlib.import_module(given)
 
 
-def import_drafters(
-    names: str | Iterable[str],  # modules, or .py files
-) -> list[ModuleType]:
+def import_drafters(names: str | Iterable[str]) -> list[ModuleType]:
     """Import what registers drafters. Errors: FileNotFoundError, ModuleNotFoundError or
     ValueError naming a file or a module that is missing, or whose import fails."""
     names = [names] if isinstance(names, str) else names

@@ -14,12 +14,7 @@ from ..core.files import atomic_write, read_object
 from ..core.options import shown
 from ..core.provenance import RECORDS, identify, provenance_path
 from .own_drafters import loads_drafters
-from .recipe import (
-    command_of,
-    read_sections,
-    recipe_path,
-    recipe_section,
-)
+from .recipe import command_of, read_sections, recipe_path, recipe_section
 
 
 class Stage(NamedTuple):
@@ -31,18 +26,13 @@ class Stage(NamedTuple):
     output: Path | None  # folder or file that it writes; None: it prints
 
 
-def same_place(
-    a: str | os.PathLike,  # a path
-    b: str | os.PathLike,  # another
-) -> bool:  # whether they are the same, or one is inside the other
-    "Compare places by their names; nothing has to exist."
+def same_place(a: str | os.PathLike, b: str | os.PathLike) -> bool:
+    "Whether two places are the same, or one is inside the other, by their names; nothing has to exist."
     a, b = (os.path.abspath(p) for p in (a, b))
     return os.path.commonpath((a, b)) in (a, b)
 
 
-def paths_of(
-    stage: Stage,
-) -> dict[str, str]:  # argument -> text
+def paths_of(stage: Stage) -> dict[str, str]:  # argument -> text
     "The arguments that may name something that the stage reads."
     given = {k: v for k, v in stage.values.items() if isinstance(v, (str, Path))}
     lists = {k: v for k, v in stage.values.items() if k in ("runs", "data", "evaluations")}
@@ -52,11 +42,8 @@ def paths_of(
     return {k: str(v) for k, v in given.items() if Path(v) != stage.output}
 
 
-def depends_on(
-    stage: Stage,
-    earlier: Stage,
-) -> list[str]:  # arguments that name the output of the earlier one
-    "How a stage depends on another."
+def depends_on(stage: Stage, earlier: Stage) -> list[str]:
+    "The arguments of a stage that name the output of an earlier one."
     if earlier.output is None:
         return []
     places = paths_of(stage).items()
@@ -130,10 +117,7 @@ def _run_section(output_dir: Path | None = None, import_: list[str] | None = Non
 _OWN = {"run": _run_section}  # what a section `run` may set
 
 
-def missing_inputs(
-    stages: list[Stage],
-    wanted: list[Stage],  # those that will run
-) -> list[str]:  # one line for each
+def missing_inputs(stages: list[Stage], wanted: list[Stage]) -> list[str]:  # one line for each
     "What a stage reads that is not there, and that no stage before it makes."
     problems = []
     for i, stage in enumerate(stages):
@@ -176,10 +160,8 @@ class Made(NamedTuple):
     inputs: dict[str, dict]  # role -> what `identify` found
 
 
-def made_by(
-    stage: Stage,
-) -> Made | None:  # None: the stage has not finished there
-    "What the output of a stage says of how it was made."
+def made_by(stage: Stage) -> Made | None:
+    "What the output of a stage says of how it was made; None: the stage has not finished there."
     if stage.output is None:
         return None
     recipe = recipe_path(stage.output, stage.command)
@@ -198,19 +180,13 @@ def made_by(
     return None
 
 
-def now(
-    stage: Stage,
-) -> Made:
+def now(stage: Stage) -> Made:
     "How the stage would be made now."
     places = {n: p for n, p in paths_of(stage).items() if os.path.exists(p)}
     return Made(recipe_section(stage.values), {n: identify(p) for n, p in places.items()})
 
 
-def changes_of(
-    stage: Stage,
-    made: Made,  # what is there
-    function: Callable,  # of its command
-) -> list[str]:  # "learning_rate was 0.002, is 0.001", "data has changed"
+def changes_of(stage: Stage, made: Made, function: Callable) -> list[str]:
     "What differs between an output and the recipe."
     defaults = inspect.signature(function).parameters
     new, changed = recipe_section(stage.values), []
@@ -228,16 +204,12 @@ def changes_of(
 RECORD = "run.json"
 
 
-def is_there(
-    output: Path,  # of a stage
-) -> bool:
+def is_there(output: Path) -> bool:
     "Whether it is a file, or a folder that holds something."
     return any(output.iterdir()) if output.is_dir() else output.exists()
 
 
-def stages_in(
-    file: Path,  # run.json, perhaps not there yet
-) -> dict[str, dict[str, Any]]:  # name of a stage -> what is known of it
+def stages_in(file: Path) -> dict[str, dict[str, Any]]:  # name of a stage -> what is known of it
     "Errors: ValueError for a file of this name that is no record of a run."
     stages = read_object(file).get("stages") if file.is_file() else {}
     if not isinstance(stages, dict) or not all(isinstance(s, dict) for s in stages.values()):
@@ -250,10 +222,7 @@ def stages_in(
 class RunRecord:
     "The file `run.json` of a run, written as a whole at each change."
 
-    def __init__(
-        self,
-        folder: Path,  # of the run
-    ):
+    def __init__(self, folder: Path):
         self.file = folder / RECORD
         self.stages = stages_in(self.file)
 
@@ -262,11 +231,7 @@ class RunRecord:
             text = json.dumps({"stages": self.stages}, indent=1, ensure_ascii=False)
             temporary.write_text(text + "\n", encoding="utf-8")
 
-    def begin(
-        self,
-        stage: Stage,
-        after: list[Stage],  # those that depend on it
-    ):
+    def begin(self, stage: Stage, after: list[Stage]):
         "Note that a stage has begun: until it ends, nothing after it is done."
         made, fresh = now(stage), self.is_fresh(stage)
         output = stage.output and str(stage.output)
@@ -281,19 +246,13 @@ class RunRecord:
         if stage.output is not None:
             recipe_path(stage.output, stage.command).unlink(missing_ok=True)
 
-    def has_begun(
-        self,
-        stage: Stage,
-    ) -> bool:
+    def has_begun(self, stage: Stage) -> bool:
         "Whether this run has begun the stage, where the recipe says now."
         entry = self.stages.get(stage.name, {})
         here = entry.get("output") == (stage.output and str(stage.output))
         return here and bool(entry.get("arguments"))
 
-    def is_fresh(
-        self,
-        stage: Stage,
-    ) -> bool:  # False: it held something else before, or nothing says so
+    def is_fresh(self, stage: Stage) -> bool:
         "Whether all that is in a stage's output is its own, so that it may be removed."
         if stage.output is None or not is_there(stage.output):
             return True
@@ -301,21 +260,12 @@ class RunRecord:
             return self.stages[stage.name].get("fresh", made_by(stage) is not None)
         return made_by(stage) is not None
 
-    def skip(
-        self,
-        stage: Stage,
-        why: str,
-    ):
+    def skip(self, stage: Stage, why: str):
         "Note that a stage does not run on this machine."
         self.stages[stage.name] = {"command": stage.command, "skipped": why}
         self.write()
 
-    def end(
-        self,
-        stage: Stage,
-        seconds: float | None = None,  # that it took; None: not known
-        **found,  # code, text
-    ):
+    def end(self, stage: Stage, seconds: float | None = None, **found):
         "Note that a stage has ended."
         if seconds is not None:
             found["seconds"] = round(seconds, 1)
@@ -363,11 +313,7 @@ def _state(stage, entry, function, remade) -> tuple[str, str]:
     return ("will run again", "; ".join(changed)) if changed else ("done", "nothing changed")
 
 
-def plan_of(
-    stages: list[Stage],
-    record: RunRecord,
-    commands: Mapping[str, Callable],  # every command's function
-) -> list[Planned]:
+def plan_of(stages: list[Stage], record: RunRecord, commands: Mapping[str, Callable]) -> list[Planned]:
     "What is to be done, stage by stage."
     planned, remade = [], []
     for stage in stages:
@@ -399,9 +345,7 @@ def _not_here(stage) -> str | None:
     return None
 
 
-def plan_text(
-    planned: list[Planned],
-) -> str:
+def plan_text(planned: list[Planned]) -> str:
     "The plan as a table."
     rows = [(p.stage.name, p.state, str(p.stage.output or "-"), p.why) for p in planned]
     rows = [("stage", "state", "output", "why"), *rows]
@@ -409,10 +353,7 @@ def plan_text(
     return "\n".join("  ".join([*(text.ljust(w) for text, w in zip(row, widths)), row[3]]).rstrip() for row in rows)
 
 
-def refuse_overwriting(
-    planned: list[Planned],
-    overwrite: bool,  # outputs may be replaced
-):
+def refuse_overwriting(planned: list[Planned], overwrite: bool):
     "Errors: FileExistsError where something that is there would be made again."
     again = [p for p in planned if p.state == "will run again" and p.stage.output and not overwrite]
     if again:
@@ -425,10 +366,7 @@ def refuse_overwriting(
         )
 
 
-def folder_of(
-    stages: list[Stage],
-    own: dict,  # the section `run`
-) -> Path:
+def folder_of(stages: list[Stage], own: dict) -> Path:
     "Where the record and the report go: as the recipe says, else the outputs' common folder."
     if own.get("output_dir"):
         return Path(own["output_dir"])

@@ -59,9 +59,7 @@ def _once(pairs):
     return found
 
 
-def with_home(
-    value: Any,  # of an argument, or of a file; lists and mappings of them
-) -> Any:  # the same
+def with_home(value: Any) -> Any:  # the same
     """A text that begins with ~, or name=~, becomes a path below the home folder, as in a
     shell; nothing after this expands a path. Errors: ValueError for one that begins with a
     variable."""
@@ -104,9 +102,7 @@ def _brackets(text) -> int:
     return deepest
 
 
-def read_plain(
-    path: Path,  # .json, or YAML
-):  # -> what it holds: of a recipe, or of an experiment
+def read_plain(path: Path):  # -> what it holds: of a recipe, or of an experiment
     "The content of a file as plain data. Errors: FileNotFoundError, ValueError."
     if not path.is_file():
         raise FileNotFoundError(
@@ -141,11 +137,8 @@ def read_plain(
     return content
 
 
-def spelt(
-    mapping: Mapping,  # of a file
-    where: str,  # file and section, for the message
-) -> dict[str, Any]:
-    "Field names with underscores. Errors: ValueError for one that is given in both spellings."
+def spelt(mapping: Mapping, where: str) -> dict[str, Any]:
+    "Field names with underscores. ValueError, naming `where`, for one that is given in both spellings."
     fields = {}
     for key, value in mapping.items():
         name = str(key).replace("-", "_")
@@ -158,11 +151,9 @@ def spelt(
     return fields
 
 
-def with_files_beside(
-    path: Path,  # of a recipe
-    fields: dict[str, Any],  # of it, or of a section; `import` is changed
-):
-    "A file that `import` names is looked for beside the recipe, then in the working folder."
+def with_files_beside(path: Path, fields: dict[str, Any]):
+    """A file that `import` of a recipe or of a section names is looked for beside the recipe, then in the working
+    folder."""
     given = fields.get("import")
     names = [given] if isinstance(given, str) else given
     if isinstance(names, list) and all(isinstance(name, str) for name in names):
@@ -191,9 +182,7 @@ def _load(path: Path) -> dict:
     return fields
 
 
-def sections_of(
-    path: str | os.PathLike,  # of a recipe
-) -> list[str]:  # names of commands
+def sections_of(path: str | os.PathLike) -> list[str]:  # names of commands
     "The sections of a recipe, in their order."
     return [name for name, value in _load(Path(path)).items() if isinstance(value, dict)]
 
@@ -201,9 +190,7 @@ def sections_of(
 IMPORT = list[str] | str  # modules and files that register drafters
 
 
-def fields_of(
-    function: Callable,  # a command
-) -> dict[str, object]:  # field -> type
+def fields_of(function: Callable) -> dict[str, object]:  # field -> type
     "The fields that a recipe may set, from the function's signature."
     hints = typing.get_type_hints(function) if not hasattr(function, "__signature__") else {}
     fields: dict[str, object] = {
@@ -229,13 +216,9 @@ def _name_of(kind) -> str:
     return str(kind) if typing.get_args(kind) else getattr(kind, "__name__", str(kind))
 
 
-def checked(
-    value,  # from the file
-    kind,  # the declared type
-    where: str,  # file and field, for the message
-):  # -> the value in that type
-    """Bring a value to its type. A mapping is read as a list of name=value texts. ValueError:
-    another type."""
+def checked(value, kind, where: str):
+    """Bring a value of a file to its declared type. A mapping is read as a list of name=value texts. ValueError, naming
+    `where`: another type."""
     if kind in (inspect.Parameter.empty, typing.Any):
         return value
     kinds = _alternatives(kind)
@@ -275,10 +258,8 @@ def _section(values: dict, kinds: Mapping, command: str, where: str) -> dict:
     return values
 
 
-def command_of(
-    section: str,  # name of a section: a command, or a command and a word: evaluate.vllm
-) -> str:
-    "The command that a section is for."
+def command_of(section: str) -> str:
+    "The command that a section is for: `evaluate`, also of `evaluate.vllm`."
     return section.partition(".")[0]
 
 
@@ -295,10 +276,7 @@ def _check_names(path, name, section, known):
             )
 
 
-def import_first(
-    path: Path,  # of the recipe
-    content: Mapping,  # of a recipe; `import` of it and of its sections is read
-):
+def import_first(path: Path, content: Mapping):
     "Import what registers drafters, which are words of options then. Errors name the recipe."
     sections = [(f"{n}.", v) for n, v in content.items() if isinstance(v, dict)]
     for where, values in [("", content), *sections]:
@@ -330,13 +308,9 @@ def _parts(path: Path, known: Mapping) -> tuple[dict, dict]:
     return shared, sections
 
 
-def read_recipe(
-    path: str | os.PathLike,  # .yaml, .yml or .json
-    command: str,  # whose values are wanted
-    commands: Mapping[str, Callable] | None = None,  # every command's function; None: unchecked
-) -> dict:  # field -> value for this command: its section over the shared values
-    """Read and check a recipe. ValueError: a section, a field, a type or a value that no
-    command takes, with the nearest one that exists."""
+def read_recipe(path: str | os.PathLike, command: str, commands: Mapping[str, Callable] | None = None) -> dict:
+    """The values that a recipe has for a command: its section over the shared values. ValueError: a section, a field, a
+    type or a value that no command takes, with the nearest one that exists; nothing is checked without `commands`."""
     path = Path(path)
     if commands is None:
         content = _load(path)
@@ -355,11 +329,7 @@ def _imports(*given) -> dict[str, list[str]]:
     return {"import": names} if names else {}
 
 
-def resolve(
-    function: Callable,  # the command
-    flags: Mapping,  # what was given on the command line
-    recipe: Mapping | None = None,  # from `read_recipe`
-) -> dict:  # every argument of the function
+def resolve(function: Callable, flags: Mapping, recipe: Mapping | None = None) -> dict:
     """Flag before file before default. An argument that may be None is left out where the next
     one is missing: `evaluate [DRAFTER] DATA`. `import` is there if either names modules.
     ValueError names the argument that none gives."""
@@ -382,10 +352,7 @@ def resolve(
     return values | _imports(recipe or {}, flags)
 
 
-def read_sections(
-    path: str | os.PathLike,  # .yaml, .yml or .json
-    commands: Mapping[str, Callable],  # every command's function
-) -> dict[str, dict]:  # name of the section -> every argument of its command
+def read_sections(path: str | os.PathLike, commands: Mapping[str, Callable]) -> dict[str, dict]:
     """All sections of a recipe, in its order, each with the shared values and the defaults.
     Errors: ValueError as of `read_recipe`, and for a section that lacks an argument."""
     path = Path(path)
@@ -407,10 +374,7 @@ def read_sections(
     return sections
 
 
-def recipe_path(
-    output: str | os.PathLike,  # a folder or a file
-    command: str,  # that made it
-) -> Path:  # folder/command.recipe.yaml, or file.recipe.yaml
+def recipe_path(output: str | os.PathLike, command: str) -> Path:  # folder/command.recipe.yaml, or file.recipe.yaml
     "Where the recipe of an output is stored. A folder may hold those of several commands."
     output = Path(output)
     return output.with_name(f"{output.name}.recipe.yaml") if output.is_file() else output / f"{command}.recipe.yaml"
@@ -420,30 +384,19 @@ def recipe_path(
 DECIDED_ANEW = "overwrite", "resume"
 
 
-def recipe_section(
-    values: Mapping,  # every argument of a command
-) -> dict:  # as YAML gives it back
+def recipe_section(values: Mapping) -> dict:  # as YAML gives it back
     "The arguments as a recipe stores them: no secrets, and nothing that is decided anew."
     kept = {k: v for k, v in values.items() if k in NOT_SECRET or not SECRET_NAME.search(k)}
     return {k: without_secrets(v, k) for k, v in kept.items() if k not in DECIDED_ANEW}
 
 
-def write_recipe(
-    output: str | os.PathLike,  # the folder or file that was made
-    command: str,  # that made it
-    values: Mapping,  # every argument, from `resolve`
-) -> Path:  # the file that was written
+def write_recipe(output: str | os.PathLike, command: str, values: Mapping) -> Path:  # the file that was written
     "Write the resolved recipe beside an output, for `speculators-nb COMMAND --recipe`."
-    from ..core.files import (
-        atomic_write,
-    )  # a recipe is read before torch is imported
+    from ..core.files import atomic_write  # a recipe is read before torch is imported
 
     path = recipe_path(output, command)
     section = {command: recipe_section(values)}
     text = yaml.safe_dump(section, sort_keys=False, allow_unicode=True, width=120)
     with atomic_write(path) as temporary:
-        temporary.write_text(
-            f"# to repeat it: speculators-nb {command} --recipe {path.name}\n{text}",
-            encoding="utf-8",
-        )
+        temporary.write_text(f"# to repeat it: speculators-nb {command} --recipe {path.name}\n{text}", encoding="utf-8")
     return path

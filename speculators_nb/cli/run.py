@@ -51,12 +51,7 @@ class Tee:
         return getattr(self.stream, name)
 
 
-def in_child(
-    perform: Callable,  # (command, values), at the top of a module
-    command: str,
-    values: dict,
-    sender: Any,  # a connection that gets what was printed
-):
+def in_child(perform: Callable, command: str, values: dict, sender: Any):
     "What the process of a stage does; its exit code is the command's."
     sys.stdout = Tee(sys.stdout)
     code = 0
@@ -71,13 +66,8 @@ def in_child(
     os._exit(code)  # not a second time what the parent has registered for its end
 
 
-def start(
-    perform: Callable,  # (command, values), at the top of a module
-    function: Callable,  # of the command
-    command: str,
-    values: dict,
-) -> tuple[Any, Any]:  # the process; a connection that receives what it printed
-    "Start the process of a stage."
+def start(perform: Callable, function: Callable, command: str, values: dict) -> tuple[Any, Any]:
+    "Start the process of a stage; what it printed comes through the connection."
     import torch
 
     fresh = torch.accelerator.is_available() or sys.platform != "linux"
@@ -96,12 +86,9 @@ class StageFailed(RuntimeError):
     "A stage has ended without its result."
 
 
-def wait_for_stage(
-    process: Any,  # from `start`
-    receiver: Any,
-    name: str,  # of the stage
-) -> tuple[int, str]:  # its exit code, what it printed
-    "Errors: StageFailed for a process that was killed; KeyboardInterrupt once it has ended."
+def wait_for_stage(process: Any, receiver: Any, name: str) -> tuple[int, str]:
+    """The exit code of a stage, and what it printed. Errors: StageFailed for a process that was killed;
+    KeyboardInterrupt once it has ended."""
     text = ""
     try:
         with contextlib.suppress(EOFError):
@@ -124,12 +111,7 @@ def wait_for_stage(
 FINDINGS = "check", "doctor"  # exit code 1 is a finding, and the run goes on
 
 
-def arguments_for(
-    planned: Planned,
-    function: Callable,  # of the command
-    begun: bool,  # by this run, before
-    fresh: bool,  # all that is in its output is its own
-) -> dict:
+def arguments_for(planned: Planned, function: Callable, begun: bool, fresh: bool) -> dict:
     """The arguments of a stage, with what is to become of its output. What a command cannot
     replace by itself is removed. Errors: FileExistsError where that is not the stage's own."""
     stage, takes = planned.stage, inspect.signature(function).parameters
@@ -171,28 +153,21 @@ def alone_in(folder: Path):
         lock.release()
 
 
-def addresses(
-    stage: Stage,
-) -> list[str]:  # none: it needs no server
-    "The addresses of the servers that a stage reads from."
+def addresses(stage: Stage) -> list[str]:
+    "The addresses of the servers that a stage reads from, if it needs any."
     if stage.values.get("source", "vllm") != "vllm":
         return []
     given = stage.values.get("server") or (HERE if stage.command == "features" else [])
     return [given] if isinstance(given, str) else list(given)
 
 
-def host_and_port(
-    address: str,  # of a server
-) -> tuple[str, int]:
+def host_and_port(address: str) -> tuple[str, int]:
     "Where to connect."
     place = urlsplit(address)
     return place.hostname or "127.0.0.1", place.port or (443 if place.scheme == "https" else 80)
 
 
-def serve_line(
-    stage: Stage,  # that reads from a server
-    address: str,  # of the server
-) -> str:
+def serve_line(stage: Stage, address: str) -> str:
     "What a person types to start a server that a stage reads from."
     from ..evaluate.vllm_metrics import PER_REQUEST
 
@@ -217,19 +192,16 @@ def serve_line(
     return "speculators-nb " + shlex.join(map(str, [*words, "--run"]))
 
 
-def answers(
-    address: str,  # of a server
-) -> bool:
+def answers(address: str) -> bool:
     "Whether something listens there."
     with contextlib.suppress(OSError), socket.create_connection(host_and_port(address), 5):
         return True
     return False
 
 
-def server_problem(
-    stage: Stage,
-) -> str | None:  # None: its server is up, or it needs none
-    "What to type where no server that a stage reads from answers; some absent ones are named."
+def server_problem(stage: Stage) -> str | None:
+    """What to type where no server that a stage reads from answers (None: one does, or it needs none); some absent ones
+    are named."""
     named = addresses(stage)
     silent = [address for address in named if not answers(address)]
     if len(silent) < len(named):
@@ -243,9 +215,7 @@ def server_problem(
     )
 
 
-def servers_text(
-    planned: list[Planned],
-) -> str:  # "": no stage that will run needs one
+def servers_text(planned: list[Planned]) -> str:  # "": no stage that will run needs one
     "The servers that must be up while their stage runs, each with its command."
     lines = [
         f"  {p.stage.name}: {address}  {serve_line(p.stage, address)}"
@@ -282,11 +252,11 @@ def run_stage(planned, stages, record, commands, perform):
 
 
 def checked_plan(
-    recipe: str | os.PathLike,  # the recipe's file, for messages
+    recipe: str | os.PathLike,
     stages: list[Stage],
     record: RunRecord,
-    commands: Mapping[str, Callable],  # every command's function
-    overwrite: bool = False,  # make again what has changed, though it is there
+    commands: Mapping[str, Callable],
+    overwrite: bool = False,
 ) -> list[Planned]:
     "Print the plan. Errors: ValueError, FileExistsError where it cannot be carried out."
     planned = plan_of(stages, record, commands)

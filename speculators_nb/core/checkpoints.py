@@ -48,33 +48,21 @@ def _open_tensors(path: str | os.PathLike) -> Iterator[Any]:
         yield handle
 
 
-def save_tensors(
-    tensors: dict[str, Tensor],  # name -> tensor, on any device
-    path: str | os.PathLike,  # the file to write, replaced as a whole
-    metadata: dict[str, str] | None = None,  # strings for the file's header
-) -> None:
-    "Write tensors to a safetensors file, atomically."
+def save_tensors(tensors: dict[str, Tensor], path: str | os.PathLike, metadata: dict[str, str] | None = None) -> None:
+    "Write tensors to a safetensors file, atomically; `metadata` is for its header."
     with atomic_write(path) as temporary:
-        save_file(
-            {name: t.detach().cpu().contiguous() for name, t in tensors.items()},
-            temporary,
-            metadata,
-        )
+        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, temporary, metadata)
 
 
-def tensor_names(
-    path: str | os.PathLike,  # a safetensors file
-) -> list[str]:  # in the order in which they are stored
+def tensor_names(path: str | os.PathLike) -> list[str]:  # in the order in which they are stored
     "What a safetensors file holds, without reading any of it."
     with _open_tensors(path) as handle:
         return list(handle.keys())
 
 
-def load_tensors(
-    path: str | os.PathLike,  # a safetensors file
-    names: Iterable[str] | None = None,  # the tensors wanted; None: all of them
-) -> dict[str, Tensor]:  # name -> tensor on the CPU; only the tensors requested are read
-    "Read tensors of a safetensors file. Errors: ValueError: truncated, a name is missing."
+def load_tensors(path: str | os.PathLike, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Read tensors of a safetensors file, all or those of some names, to the CPU. Errors: ValueError: truncated, a name
+    is missing."""
     with _open_tensors(path) as handle:
         present = list(handle.keys())
         names = present if names is None else list(names)
@@ -86,9 +74,7 @@ def load_tensors(
         return {name: handle.get_tensor(name) for name in names}
 
 
-def load_pickle(
-    path: str | os.PathLike,  # a file that `torch.save` wrote: .bin, .pt, .pth
-) -> Any:  # tensors and plain containers, on the CPU
+def load_pickle(path: str | os.PathLike) -> Any:  # tensors and plain containers, on the CPU
     """Read a pickle as data: torch's `weights_only` reader knows tensors, numbers, strings and
     containers, and calls nothing that the file names.
     Errors: FileNotFoundError; ValueError saying what else the file asks for, or that it is
@@ -139,10 +125,8 @@ def current_hub_access() -> HubAccess:  # the innermost `hub_access`; outside of
 
 
 @contextlib.contextmanager
-def hub_access(
-    **changes: Any,  # fields of `HubAccess`; those that are absent or None stay as they are
-) -> Iterator[HubAccess]:
-    "Inside, files of hub ids are fetched in this way."
+def hub_access(**changes: Any) -> Iterator[HubAccess]:
+    "Inside, files of hub ids are fetched in this way; fields that are absent or None stay as they are."
     changes = {name: value for name, value in changes.items() if value is not None}
     if not isinstance(revision := changes.get("revision", ""), str):
         raise ValueError(f"revision={revision!r}: must be text, a branch, tag or commit")
@@ -155,9 +139,7 @@ def hub_access(
         _ACCESS.reset(token)
 
 
-def first_cause(
-    error: Exception,  # from `huggingface_hub`
-) -> Exception:
+def first_cause(error: Exception) -> Exception:
     """The answer of the hub behind an error of its client, which falls back to the cache where
     the hub does not answer as it should, and then misses the file there."""
     from huggingface_hub import errors
@@ -169,11 +151,7 @@ def first_cause(
     return error
 
 
-def hub_problem(
-    error: Exception,  # from `huggingface_hub`
-    name: str,  # hub id
-    file: str,  # that was wanted
-) -> str:  # one line: id, field, remedy
+def hub_problem(error: Exception, name: str, file: str) -> str:  # one line: id, field, remedy
     "What a failed download means, and what to do."
     from huggingface_hub import constants, errors  # imported for a hub id alone
 
@@ -208,10 +186,7 @@ def hub_problem(
 
 
 @contextlib.contextmanager
-def hub_errors(
-    name: str,  # hub id
-    file: str,  # that is wanted
-) -> Iterator[None]:
+def hub_errors(name: str, file: str) -> Iterator[None]:
     "Errors of a download in one line. Errors: FileNotFoundError; OSError of the disk."
     try:
         yield
@@ -224,9 +199,7 @@ def hub_errors(
 
 
 @contextlib.contextmanager
-def push_errors(
-    name: str,  # hub id
-) -> Iterator[None]:
+def push_errors(name: str) -> Iterator[None]:
     "Errors of an upload in one line; nothing was committed. Errors: OSError."
     from huggingface_hub import constants, errors
 
@@ -247,12 +220,9 @@ def push_errors(
         raise OSError(f"{name}: not pushed to {place} ({what}); {remedy}") from e
 
 
-def model_file(
-    name_or_path: str | os.PathLike,  # a local folder, or a hub id such as "Qwen/Qwen3-8B"
-    file: str = "config.json",
-) -> Path:  # of a folder: whether it is there or not
-    """One file of a model; of a hub id nothing else is fetched. Errors: FileNotFoundError for a
-    hub id."""
+def model_file(name_or_path: str | os.PathLike, file: str = "config.json") -> Path:
+    """One file of a model's folder, whether it is there or not, or of a hub id, of which nothing else is fetched.
+    Errors: FileNotFoundError for a hub id."""
     if Path(name_or_path).is_dir():
         return Path(name_or_path) / file
     if file == "config.json":
@@ -265,10 +235,9 @@ def model_file(
 
 
 def resolve_checkpoint(
-    name_or_path: str | os.PathLike,  # a local folder or a hub id
-    patterns: tuple[str, ...] = ("*.json", "*.safetensors"),  # of the files to fetch
-) -> Path:  # the folder that holds the model's config and safetensors files
-    """Find a model's folder. Of a hub id all files are fetched that the cache does not hold.
+    name_or_path: str | os.PathLike, patterns: tuple[str, ...] = ("*.json", "*.safetensors")
+) -> Path:
+    """Find a model's folder. Of a hub id all files of these patterns are fetched that the cache does not hold.
     Errors: FileNotFoundError."""
     if Path(name_or_path).is_dir():
         return Path(name_or_path)
@@ -281,10 +250,7 @@ def resolve_checkpoint(
         return Path(snapshot_download(name, allow_patterns=list(patterns), **options))
 
 
-def inside(
-    folder: str | os.PathLike,  # of a model that came from elsewhere
-    name: str,  # of a file in it, as the model's own files or a listing say
-) -> Path:  # folder / name
+def inside(folder: str | os.PathLike, name: str) -> Path:
     """A file of a foreign folder. Errors: ValueError for a name, or a link behind it, that
     leads out of the folder. (The hub's cache keeps a snapshot as links to the blobs of the same
     repository, which counts as inside.)"""
@@ -307,9 +273,7 @@ def inside(
     return folder / name
 
 
-def read_index(
-    file: str | os.PathLike,  # a `*.index.json`
-) -> dict[str, Path]:  # tensor name -> the shard that holds it
+def read_index(file: str | os.PathLike) -> dict[str, Path]:  # tensor name -> the shard that holds it
     """Where a sharded checkpoint keeps its tensors. Errors: ValueError for a file that is no
     index, or a shard outside of its folder."""
     file = Path(file)
@@ -324,9 +288,7 @@ def read_index(
     return {name: shards[shard] for name, shard in weight_map.items()}
 
 
-def checkpoint_index(
-    name_or_path: str | os.PathLike,  # a local folder or a hub id
-) -> dict[str, Path]:  # tensor name -> the safetensors file that holds it
+def checkpoint_index(name_or_path: str | os.PathLike) -> dict[str, Path]:
     """List a checkpoint's tensors, for a single-file or an index-sharded model folder, without
     reading any of them."""
     folder = resolve_checkpoint(name_or_path)
@@ -349,10 +311,7 @@ def checkpoint_index(
     raise FileNotFoundError(f"{folder}: no model.safetensors and no model.safetensors.index.json. {remedy}")
 
 
-def read_checkpoint_tensors(
-    name_or_path: str | os.PathLike,  # a local folder or a hub id
-    *suffixes: str,  # name endings wanted, e.g. "embed_tokens.weight"; they match at a dot
-) -> dict[str, Tensor]:  # full name -> tensor; empty where nothing matches
+def read_checkpoint_tensors(name_or_path: str | os.PathLike, *suffixes: str) -> dict[str, Tensor]:
     "Read only the tensors whose name is, or ends with, one of `suffixes` (matched at a dot)."
     wanted = {
         name: file
@@ -374,9 +333,7 @@ _REMOTE_CODE = ContextVar("remote_code", default=False)
 
 
 @contextlib.contextmanager
-def remote_code(
-    allowed: bool,  # may configurations and tokenizers run code that comes with a verifier?
-) -> Iterator[None]:
+def remote_code(allowed: bool) -> Iterator[None]:
     """Inside, a verifier may bring code of its own. Nothing outside asks for it, and
     transformers' own question ("run this code? y/N") is never put."""
     token = _REMOTE_CODE.set(bool(allowed))
@@ -394,11 +351,7 @@ def remote_code_allowed() -> bool:  # False unless inside of `remote_code(True)`
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # of stored weights
 
 
-def tensor_problem(
-    name: str,  # of a stored tensor
-    found: torch.Tensor,  # as it was read
-    wanted: torch.Tensor,  # of the model; may be on the meta device
-) -> str | None:  # a sentence; None: it is right
+def tensor_problem(name: str, found: torch.Tensor, wanted: torch.Tensor) -> str | None:  # a sentence; None: it is right
     "What is wrong with a tensor of a checkpoint: its shape, its kind of numbers, its values."
     if found.shape != wanted.shape:
         return f"tensor {name} has shape {tuple(found.shape)}, the config describes {tuple(wanted.shape)}"
@@ -412,9 +365,7 @@ def tensor_problem(
         return f"tensor {name} holds NaN or infinity"
 
 
-def read_state(
-    path: str | os.PathLike,  # a drafter's folder or hub id
-) -> dict:  # name -> tensor
+def read_state(path: str | os.PathLike) -> dict:  # name -> tensor
     """All tensors of a checkpoint. Errors: FileNotFoundError or ValueError naming the file:
     none, one that the index names and that is not there or does not hold what it should, an
     index beside weights of another time."""

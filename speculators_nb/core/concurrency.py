@@ -22,11 +22,7 @@ class EndpointError(RuntimeError):
     """A request that was not answered; `status` is the HTTP status, or None where there was
     none."""
 
-    def __init__(
-        self,
-        message: str,  # what was requested, and what came back
-        status: int | None = None,  # HTTP status
-    ):
+    def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
         self.status = status
 
@@ -34,19 +30,13 @@ class EndpointError(RuntimeError):
         return EndpointError, (*self.args, self.status)
 
 
-def worth_retrying(
-    status: int,  # HTTP status
-) -> bool:  # whether the same request may succeed later
-    "Timeouts, conflicts with other requests, and the server's own failures."
+def worth_retrying(status: int) -> bool:
+    "Whether a status is a timeout, a conflict with other requests, or the server's own failure."
     return status in (408, 409, 425, 429) or status >= 500
 
 
-def pause(
-    failures: int,  # so far, 1 or more
-    retry_after: str | None = None,  # requested by the server, in seconds
-    longest: float = 60.0,  # never more
-) -> float:  # seconds
-    "Exponential back-off with equal jitter, or what the server requests if that is longer."
+def pause(failures: int, retry_after: str | None = None, longest: float = 60.0) -> float:
+    "Seconds: exponential back-off with equal jitter, or what the server requests if that is longer; at most `longest`."
     wait = 2 ** (min(failures, 20) - 1) / 2 * random.uniform(0.5, 1)
     try:
         wait = max(wait, float(retry_after or 0))
@@ -62,17 +52,12 @@ class TooManyFailures(RuntimeError):
 class Breaker:
     "Counts failures in a row."
 
-    def __init__(
-        self,
-        limit: int = 20,  # failures in a row that stop the job; set it above the concurrency
-    ):
+    def __init__(self, limit: int = 20):
         self.limit, self.failures = limit, 0
 
-    def see(
-        self,
-        result: Any,  # what came, or the exception that came instead
-    ) -> bool:  # whether it is a result
-        "Note how one item ended. TooManyFailures at the limit, with the last reason."
+    def see(self, result: Any) -> bool:
+        """Note how one item ended: whether it is a result, and no exception. TooManyFailures at the limit, with the
+        last reason."""
         if not isinstance(result, BaseException):
             self.failures = 0
             return True

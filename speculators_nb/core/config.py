@@ -11,14 +11,7 @@ from logging import getLogger
 from typing import Annotated, Any, ClassVar, Self, get_args, get_origin
 
 import torch
-from pydantic import (
-    ConfigDict,
-    Field,
-    PlainValidator,
-    TypeAdapter,
-    ValidationError,
-    model_validator,
-)
+from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError, model_validator
 from transformers import CONFIG_MAPPING, PretrainedConfig
 from transformers.activations import ACT2FN
 

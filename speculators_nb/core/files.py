@@ -23,12 +23,10 @@ REMEDIES = {  # errno -> what helps
     errno.EFBIG: "Raise the limit of a file's size (ulimit -f) and run the same call again",
     errno.EROFS: "Choose a folder on a disk that can be written",
     **dict.fromkeys(
-        (errno.EACCES, errno.EPERM),
-        "Choose a folder that you may write to, or change its permissions (chmod, chown)",
+        (errno.EACCES, errno.EPERM), "Choose a folder that you may write to, or change its permissions (chmod, chown)"
     ),
     **dict.fromkeys(
-        (errno.ENOTDIR, errno.EEXIST),
-        "A file is in the place of a folder: choose another name, or remove it",
+        (errno.ENOTDIR, errno.EEXIST), "A file is in the place of a folder: choose another name, or remove it"
     ),
     errno.EISDIR: "A folder is in the place of a file: choose another name, or remove it",
     errno.ENOTEMPTY: "Something else has written there at the same time: choose another name",
@@ -161,9 +159,7 @@ def _set_mode(path: Path, mode: int):
         path.chmod(mode)
 
 
-def follow_umask(
-    folder: str | os.PathLike,  # just written
-) -> None:
+def follow_umask(folder: str | os.PathLike) -> None:
     """Give every file of a folder the permissions that a new one has. Links, also hard ones,
     are other people's files and stay as they are."""
     folder = Path(folder)
@@ -173,11 +169,9 @@ def follow_umask(
             _set_mode(file, mode)
 
 
-def writable_folder(
-    folder: str | os.PathLike,  # made where there is none
-) -> Path:  # the same
-    """See, before hours of work, that their results can be written to a folder. DiskError
-    otherwise."""
+def writable_folder(folder: str | os.PathLike) -> Path:
+    """See, before hours of work, that their results can be written to a folder; one that is not there is made.
+    DiskError otherwise."""
     folder = Path(folder)
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -205,12 +199,10 @@ def _sync_name(folder: Path):
 
 
 @contextlib.contextmanager
-def atomic_write(
-    path: str | os.PathLike,  # the file to make or replace; missing parent folders are made
-) -> Iterator[Path]:  # a temporary path in the same folder: write the new content there
-    """Write a file as a whole or not at all: on an exception the old file stays and nothing
-    else is left behind. The permissions are those of any new file. DiskError: the disk is full,
-    read-only or gone, the path is a folder or cannot be made."""
+def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
+    """Write a file as a whole or not at all, to the temporary path in the same folder that this gives: on an exception
+    the old file stays and nothing else is left behind. Missing parent folders are made; the permissions are those of
+    any new file. DiskError: the disk is full, read-only or gone, the path is a folder or cannot be made."""
     path = Path(path)
     temporary = _neighbour(path)
     try:
@@ -231,13 +223,11 @@ def atomic_write(
 
 
 @contextlib.contextmanager
-def atomic_folder(
-    path: str | os.PathLike,  # the folder to make or replace as a whole
-    replace: bool = True,  # False: DiskError where another process has made it meanwhile
-) -> Iterator[Path]:  # an empty temporary folder beside it: write the new content there
-    """Fill a folder as a whole or not at all: on an exception the old folder stays as it was. A
-    link to a folder stays one: what it leads to is replaced. Permissions and DiskError: as of
-    `atomic_write`."""
+def atomic_folder(path: str | os.PathLike, replace: bool = True) -> Iterator[Path]:
+    """Fill a folder as a whole or not at all: on an exception the old folder stays as it was. The new content is
+    written to the empty temporary folder beside it that this gives. A link to a folder stays one: what it leads to
+    is replaced. `replace=False`: DiskError where another process has made it meanwhile. Permissions and DiskError:
+    as of `atomic_write`."""
     named = Path(path)
     path = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
     temporary, aside = _neighbour(path), _neighbour(path)
@@ -277,9 +267,7 @@ def _take_place(new: Path, path: Path, aside: Path | None):
 MOST_JSON = 1 << 28  # bytes of a config, an index or a record
 
 
-def check_length(
-    path: Path,  # a JSON file
-) -> None:
+def check_length(path: Path) -> None:
     "ValueError for one that is longer than any config, before it is read into memory."
     if (size := path.stat().st_size) > MOST_JSON:
         raise ValueError(
@@ -288,9 +276,7 @@ def check_length(
 
 
 @contextlib.contextmanager
-def read_errors(
-    path: str | os.PathLike,  # the file that is read
-) -> Iterator[None]:
+def read_errors(path: str | os.PathLike) -> Iterator[None]:
     """Name the file in an OSError of a read, which has none where a disk fails in the midst of
     it."""
     try:
@@ -301,9 +287,7 @@ def read_errors(
         raise
 
 
-def read_object(
-    path: str | os.PathLike,  # a JSON file
-) -> dict:  # what it says
+def read_object(path: str | os.PathLike) -> dict:  # what it says
     """Read a JSON file that holds an object: a config, an index, a record. Errors:
     FileNotFoundError; ValueError naming the file for anything else than an object."""
     path = Path(path)
@@ -325,10 +309,9 @@ def read_object(
     return content
 
 
-def not_only_ours(
-    *paths: str | os.PathLike,  # files and folders that exist; links count, and what they lead to
-) -> str | None:  # who else, in words; None: nobody
-    "Whether somebody else than this user (and root) can have made these, or can change them."
+def not_only_ours(*paths: str | os.PathLike) -> str | None:
+    """Who else than this user (and root) can have made these files and folders, or can change them; None: nobody. Links
+    count, and what they lead to."""
     for path in map(Path, paths):
         for found in (path.lstat(), path.stat()):
             if found.st_uid not in (os.geteuid(), 0):
@@ -351,12 +334,9 @@ class NotSupported(ValueError, NotImplementedError):
     "What a format or an algorithm may be, and this library does not do."
 
 
-def check_folder(
-    path: str | os.PathLike,  # that should be a drafter's
-    name: str | os.PathLike | None = None,  # in messages; None: the path
-) -> dict[str, Any]:  # its config.json
-    """Read a drafter's config.json. Errors: FileNotFoundError or ValueError saying what is
-    there instead."""
+def check_folder(path: str | os.PathLike, name: str | os.PathLike | None = None) -> dict[str, Any]:
+    """Read a drafter's config.json; messages call the folder `name`. Errors: FileNotFoundError or ValueError saying
+    what is there instead."""
     folder = Path(path)
     name = name or path
     if folder.is_file():
@@ -381,9 +361,7 @@ def check_folder(
     return config
 
 
-def check_no_gguf(
-    name: str | os.PathLike,  # of a model: folder, hub id, or by mistake a file
-) -> None:
+def check_no_gguf(name: str | os.PathLike) -> None:
     "Errors: ValueError for a GGUF file, or a folder with one and no config.json."
     path = Path(name)
     found = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
@@ -396,11 +374,10 @@ def check_no_gguf(
 
 
 def model_object(
-    folder: str | os.PathLike,  # of a model
-    kind: str = "model",  # what it should be, for messages
-    name: str | os.PathLike | None = None,  # in messages; None: the folder
-) -> dict[str, Any]:  # its config.json
-    "Read a model's config.json. Errors: FileNotFoundError; ValueError for what is no JSON."
+    folder: str | os.PathLike, kind: str = "model", name: str | os.PathLike | None = None
+) -> dict[str, Any]:
+    """Read a model's config.json; messages call it `kind`, and the folder `name`. Errors: FileNotFoundError; ValueError
+    for what is no JSON."""
     file = Path(folder) / "config.json"
     if not file.is_file():
         check_no_gguf(folder)
@@ -408,9 +385,7 @@ def model_object(
     return read_object(file)
 
 
-def verifier_object(
-    folder: str | os.PathLike,  # of a verifier
-) -> dict[str, Any]:  # its config.json
+def verifier_object(folder: str | os.PathLike) -> dict[str, Any]:  # its config.json
     "Read a verifier's config.json. Errors: also ValueError for a drafter's."
     config = model_object(folder, "verifier")
     if "speculators_model_type" in config:

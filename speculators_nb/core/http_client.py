@@ -30,9 +30,7 @@ _END: ContextVar[float | None] = ContextVar("end", default=None)
 
 
 @contextlib.contextmanager
-def time_limit(
-    seconds: float,  # for everything that is sent and received inside
-) -> Iterator[None]:
+def time_limit(seconds: float) -> Iterator[None]:
     """Inside, connections of `limited_transport` raise a timeout when the time is over, in
     however small pieces it was spent. A limit inside another one never ends later."""
     end, outer = time.monotonic() + seconds, _END.get()
@@ -85,11 +83,8 @@ class LimitedBackend(httpcore.SyncBackend):
         return _LimitedStream(stream)
 
 
-def limited_transport(
-    backend: httpcore.NetworkBackend | None = None,  # connector; None: `LimitedBackend()`
-    **given,  # arguments of httpx.HTTPTransport, such as proxy
-) -> httpx.HTTPTransport:  # for httpx.Client(transport=…)
-    "A transport whose exchanges keep to `time_limit`."
+def limited_transport(backend: httpcore.NetworkBackend | None = None, **given) -> httpx.HTTPTransport:
+    "A transport for httpx.Client whose exchanges keep to `time_limit`; `given` are arguments of httpx.HTTPTransport."
     transport = httpx.HTTPTransport(**given)
     assert hasattr(transport._pool, "_network_backend"), "httpx has its connections elsewhere"
     transport._pool._network_backend = backend or LimitedBackend()
@@ -100,12 +95,8 @@ class ReplyTooLarge(ValueError):
     "A reply that does not end."
 
 
-def read_reply(
-    response: httpx.Response,  # opened by `client.stream`
-    largest: int = LARGEST,  # bytes
-) -> bytes:  # the body, decompressed
-    """Read a body to its end. ReplyTooLarge: it is larger than `largest`; the rest is not
-    read."""
+def read_reply(response: httpx.Response, largest: int = LARGEST) -> bytes:
+    "Read a body to its end, decompressed. ReplyTooLarge: it is larger than `largest` bytes; the rest is not read."
     parts, size = [], 0
     for part in response.iter_bytes():
         parts.append(part)
@@ -140,10 +131,9 @@ def _is_local(host):
         return host == "localhost"
 
 
-def proxy_for(
-    url: httpx.URL,  # of the request
-) -> str | None:  # the proxy's address; None: there is none, as for this machine
-    "The proxy that the environment names (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY)."
+def proxy_for(url: httpx.URL) -> str | None:
+    """The proxy that the environment names (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY, NO_PROXY); None: none, as for this
+    machine."""
     found = urllib.request.getproxies()
     if _is_local(url.host) or urllib.request.proxy_bypass(url.host):
         return None
@@ -171,11 +161,7 @@ def _address(url, variable):
             f"{variable}: the key holds characters that no HTTP header can carry; set it to the key alone, in one line"
         )
     if key and parsed.scheme == "http" and not _is_local(parsed.host):
-        log.warning(
-            "%s is neither https nor this machine: the key in %s travels in the clear",
-            parsed.host,
-            variable,
-        )
+        log.warning("%s is neither https nor this machine: the key in %s travels in the clear", parsed.host, variable)
     return parsed
 
 
@@ -323,10 +309,7 @@ class Endpoint:
 
     def _once(self, method, path, request) -> _Reply:
         try:
-            with (
-                time_limit(self.timeout),
-                self._client.stream(method, self.url + path, **request) as response,
-            ):
+            with time_limit(self.timeout), self._client.stream(method, self.url + path, **request) as response:
                 data = read_reply(response)
         except httpx.TimeoutException as e:
             return _Reply(trouble=f"no answer in time ({type(e).__name__})")
@@ -337,13 +320,10 @@ class Endpoint:
         reply = _read_answer(method, response, data)
         return reply._replace(trouble=reply.trouble and self._clean(reply.trouble))
 
-    def stream(
-        self,
-        path: str,  # e.g. /v1/completions
-        body: dict,  # becomes JSON; it should request a stream
-    ) -> Iterator[dict]:  # pieces of the answer, as the server writes them
-        """Request work and read the answer as it is written (server-sent events). One try: what
-        was yielded cannot be taken back. EndpointError: the server refused, or broke off."""
+    def stream(self, path: str, body: dict) -> Iterator[dict]:
+        """Request work, with a body that asks for a stream, and read the pieces of the answer as they are written
+        (server-sent events). One try: what was yielded cannot be taken back. EndpointError: the server refused, or
+        broke off."""
         what = f"POST {self.url}{path}"
         complete, trouble = False, None
         try:
@@ -375,18 +355,12 @@ class Endpoint:
         if trouble:
             raise EndpointError(self._clean(f"{what}: {trouble}"))
 
-    def get(
-        self,
-        path: str,  # e.g. /v1/models, /metrics
-    ) -> Any:  # JSON where the server calls it so, else text
-        "Request something. EndpointError: refused (at once), or failed `tries` times."
+    def get(self, path: str) -> Any:
+        """Request something: JSON where the server calls it so, else text. EndpointError: refused (at once), or failed
+        `tries` times."""
         return self._ask("GET", path, None)
 
-    def post(
-        self,
-        path: str,  # e.g. /v1/completions
-        body: dict,  # becomes JSON
-    ) -> dict:  # the answer
+    def post(self, path: str, body: dict) -> dict:  # the answer
         "Request work. EndpointError: refused (at once), or failed `tries` times."
         return self._ask("POST", path, body)
 

@@ -20,18 +20,13 @@ from urllib.parse import urlsplit
 import speculators_nb
 
 
-def near(
-    word: str,  # as it was written
-    known: Collection[str],  # the words that there are
-) -> str:  # the closest one, or all
+def near(word: str, known: Collection[str]) -> str:  # the closest one, or all
     "The remedy for a misspelt word."
     close = difflib.get_close_matches(str(word), list(known), 1)
     return f"Did you mean {close[0]}?" if close else f"Known: {', '.join(sorted(known))}."
 
 
-def shown(
-    value: Any,  # of an option
-) -> str:  # at most 100 characters
+def shown(value: Any) -> str:  # at most 100 characters
     "A value as a message shows it: shortened, and an address without its password."
     text = re.sub(r"://[^/\s@]*@", "://***@", repr(value))
     return text if len(text) <= 100 else f"{text[:97]}..."
@@ -65,10 +60,7 @@ class OptionRule:
     objects: bool = False  # also what only Python can give: a function, a tokenizer
     test: Callable[[Any], str | None] | None = None  # what else is wrong with a value
 
-    def problem(
-        self,
-        value: Any,  # what was given
-    ) -> str | None:  # None: it is right
+    def problem(self, value: Any) -> str | None:  # None: it is right
         "What is wrong with a value, and what to write."
         if value is None:
             return None if self.none else f"is missing; write something like {self.example}"
@@ -78,16 +70,9 @@ class OptionRule:
         return KINDS[self.kind](self, value) or (self.test(value) if self.test else None)
 
 
-def range_of(
-    rule: OptionRule,  # of a number
-) -> str:  # empty: any
+def range_of(rule: OptionRule) -> str:  # empty: any
     "The range of a rule, in words."
-    ends = {
-        "greater than": rule.above,
-        "at least": rule.low,
-        "less than": rule.below,
-        "at most": rule.high,
-    }
+    ends = {"greater than": rule.above, "at least": rule.low, "less than": rule.below, "at most": rule.high}
     return " and ".join(f"{words} {end}" for words, end in ends.items() if end is not None)
 
 
@@ -312,10 +297,8 @@ class MooncakeAddress:
     segment_gb: float = 4.0  # of states that are not read yet
 
 
-def mooncake_address(
-    storage: Any,  # of hidden states: a folder, or mooncake://HOST:PORT
-) -> MooncakeAddress | None:  # None: it is a folder
-    "The Mooncake master that a storage names. ValueError: its address is broken."
+def mooncake_address(storage: Any) -> MooncakeAddress | None:
+    "The Mooncake master that `mooncake://HOST:PORT` names; None for a folder. ValueError: its address is broken."
     text = os.fspath(storage) if isinstance(storage, (str, os.PathLike)) else ""
     if not re.match(r"mooncake:", text, re.I):
         return None
@@ -344,18 +327,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
-def typed(
-    value: object,  # a file or a folder, or another argument
-) -> str:  # as it is typed after a command
+def typed(value: object) -> str:  # as it is typed after a command
     "An argument that a command does not take for an option: the folder -x is written ./-x."
     text = str(value)
     return f"./{text}" if text.startswith("-") else text
 
 
-def pairs(
-    extra: Mapping | Iterable[str] | None,  # a mapping, or texts name=value; None: nothing
-) -> dict[str, Any]:  # name with underscores -> value
-    "Read further arguments. Errors: ValueError: not name=value, or a name given twice."
+def pairs(extra: Mapping | Iterable[str] | None) -> dict[str, Any]:
+    "Read further arguments: a mapping, or texts name=value. Errors: ValueError: not name=value, or a name given twice."
     if isinstance(extra, Mapping):
         return dict(extra)
     found = {}
@@ -383,10 +362,8 @@ DECIDED = {  # words of `vllm serve` -> the option that decides them
 }
 
 
-def check_vllm_arguments(
-    extra: Iterable[str],  # e.g. --max-num-seqs=8
-) -> None:
-    """Further arguments of `vllm serve`. Errors: ValueError for one that has an option of its
+def check_vllm_arguments(extra: Iterable[str]) -> None:
+    """Further arguments of `vllm serve`, e.g. --max-num-seqs=8. Errors: ValueError for one that has an option of its
     own here, and for a word that is no argument."""
     takes = False  # whether the item before is an option that may want a value
     for item in extra:
@@ -756,7 +733,7 @@ RULES |= {
 }
 RULES |= switches(
     """dedup shuffle allow_urls overwrite dry_run resume trust_remote_code trust_features link
-    run ngram as_engine baseline train_reasoning train_tool_calls""",
+    run ngram as_engine baseline train_reasoning train_tool_calls"""
 )
 
 RULES |= {
@@ -830,7 +807,7 @@ RULES |= switches(
     average_tokens_across_devices prediction_loss_only save_on_each_node
     restore_callback_states_from_checkpoint log_on_each_node enable_jit_checkpoint
     use_liger_kernel eval_do_concat_batches batch_eval_metrics hub_always_push
-    eval_use_gather_object do_train do_eval do_predict""",
+    eval_use_gather_object do_train do_eval do_predict"""
 )
 RULES |= switches(
     """disable_tqdm greater_is_better tf32 ddp_find_unused_parameters ddp_broadcast_buffers
@@ -872,7 +849,7 @@ RULES |= {
 }
 RULES |= switches(
     """layernorms fusion_bias embed_requires_grad norm_before_residual fc_norm norm_before_fc
-    norm_output fresh_head verifier_norm tie_weights inputs_hidden_states_normalized""",
+    norm_output fresh_head verifier_norm tie_weights inputs_hidden_states_normalized"""
 )
 RULES |= switches(
     """cross_document_targets serving_window use_off_policy_tokens sample_from_anchor as_served
@@ -936,16 +913,7 @@ IN = {
     },
     **{
         f"{command}.output_dir": path("output/run", test=recorded_problem)
-        for command in (
-            "prepare",
-            "features",
-            "train",
-            "convert",
-            "export",
-            "demo",
-            "real",
-            "from-gguf",
-        )
+        for command in ("prepare", "features", "train", "convert", "export", "demo", "real", "from-gguf")
     },
 }
 
@@ -963,19 +931,14 @@ IN |= {
 }
 
 
-def rule_of(
-    name: str,  # of an option
-    where: str = "",  # command that takes it
-) -> OptionRule | None:  # None: there is none
+def rule_of(name: str, where: str = "") -> OptionRule | None:  # None: there is none
     "The rule of an option."
     return IN.get(f"{where}.{name}") or RULES.get(name)
 
 
-def check_options(
-    values: Mapping,  # option -> value, as many as there are
-    where: str = "",  # command that they are for
-) -> None:
-    "Refuse what makes no sense. Errors: ValueError: the option, its value and what to write."
+def check_options(values: Mapping, where: str = "") -> None:
+    """Refuse what makes no sense of any options of a command. Errors: ValueError: the option, its value and what to
+    write."""
     for name, value in values.items():
         rule = rule_of(name, where)
         if rule and (wrong := rule.problem(value)):

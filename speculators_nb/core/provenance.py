@@ -40,20 +40,11 @@ _NAMED = (
 SECRET_TEXT = [
     (re.compile(p), r)
     for p, r in (
-        (
-            r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)",
-            "***",
-        ),
-        (
-            r"(?i)(\bauthorization['\"]?\s*[:=,]\s*b?['\"]?\s*(?:\w+\s+)?)[^\s'\",]+",
-            r"\1***",
-        ),  # Authorization: Basic …
+        (r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|$)", "***"),
+        (r"(?i)(\bauthorization['\"]?\s*[:=,]\s*b?['\"]?\s*(?:\w+\s+)?)[^\s'\",]+", r"\1***"),  # Authorization: Basic …
         (r"(?i)(\bbearer\s+)[^\s\"',;]+", r"\1***"),  # Bearer …
         (r"(://)[^\s/?#\"'<>]*@", r"\1***@"),  # https://user:password@host
-        (
-            r"(://)[^\s/:@]*:(?!\d+(?:[/?#\s]|$))[^\s@\"'<>]*@",
-            r"\1***@",
-        ),  # the same, a slash in the password
+        (r"(://)[^\s/:@]*:(?!\d+(?:[/?#\s]|$))[^\s@\"'<>]*@", r"\1***@"),  # the same, a slash in the password
         (
             r"(?i)([?&;#](?:[\w.%-]*(?:key|token|secret|passw(?:or)?d|pwd|"
             r"signature|sig|auth|credential))=)[^&\s#\"'<>]+",
@@ -120,10 +111,7 @@ def _known_secrets() -> list[str]:
     return sorted(spelt, key=len, reverse=True)
 
 
-def without_secrets(
-    value: Any,  # anything that JSON has; paths and other objects become text
-    name: str = "",  # of the argument that holds it
-) -> Any:  # the same, keys and passwords replaced by ***
+def without_secrets(value: Any, name: str = "") -> Any:
     """A copy that can be written down. `api_key=…`, `https://user:password@host`, `?token=…`,
     `Bearer …` and `hf_…` lose what is secret, and so does every text with the value of an
     environment variable that is named like a secret (`OPENAI_API_KEY`, `HF_TOKEN`)."""
@@ -217,9 +205,7 @@ def _hub_commit(name: str) -> str | None:
     return parts[parts.index("snapshots") + 1] if "snapshots" in parts else None
 
 
-def identify(
-    source: str | os.PathLike,  # a file, a folder, a hub id, or the address of a server
-) -> dict:  # "path", and what is known of: "sha256", "bytes", "files", "record", "commit"
+def identify(source: str | os.PathLike) -> dict:
     """What a name was at this moment. Nothing is fetched; what is neither file nor folder is
     only named."""
     path = Path(source)
@@ -276,9 +262,7 @@ PACKAGES = (
 )
 
 
-def versions(
-    packages: Iterable[str] = PACKAGES,  # distribution names
-) -> dict[str, str]:  # of those that are installed
+def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:  # of those that are installed
     "Versions of the packages that shape a result."
     found = {}
     for p in packages:
@@ -297,11 +281,7 @@ def git_commit() -> str | None:  # "1f2e3d4…", "-dirty" if tracked files diffe
     git = ["git", "-c", "core.fsmonitor=false", "describe", "--always"]
     try:
         described = subprocess.run(
-            [*git, "--dirty", "--abbrev=40", "--exclude=*"],
-            cwd=root,
-            capture_output=True,
-            text=True,
-            timeout=10,
+            [*git, "--dirty", "--abbrev=40", "--exclude=*"], cwd=root, capture_output=True, text=True, timeout=10
         )
     except (OSError, subprocess.TimeoutExpired):
         return None
@@ -329,9 +309,7 @@ def provenance(
     }
 
 
-def provenance_path(
-    output: str | os.PathLike,  # a folder or a file
-) -> Path:  # folder/provenance.json, or file.provenance.json
+def provenance_path(output: str | os.PathLike) -> Path:  # folder/provenance.json, or file.provenance.json
     "Where the record of an output is."
     output = Path(output)
     is_file = output.is_file() or (not output.is_dir() and re.fullmatch(r"\.[a-z]+", output.suffix))
@@ -363,9 +341,7 @@ def write_provenance(
     return path
 
 
-def read_provenance(
-    output: str | os.PathLike,  # a folder or a file that has a record
-) -> dict:  # as from `provenance`
+def read_provenance(output: str | os.PathLike) -> dict:  # as from `provenance`
     "The record of an output. FileNotFoundError where there is none."
     path = provenance_path(output)
     if not path.is_file():

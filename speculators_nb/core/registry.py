@@ -76,9 +76,7 @@ class ClassRegistryMixin:
             cls.registry = {}
 
     @classmethod
-    def registered_classes(
-        cls,
-    ) -> dict[str, type]:  # name -> class, in the order of registration
+    def registered_classes(cls) -> dict[str, type]:  # name -> class, in the order of registration
         "What has registered so far, and what the discovered packages register."
         if cls.registry_auto_discovery:
             cls.auto_populate_registry()
@@ -217,8 +215,7 @@ class PydanticClassRegistryMixin(ReloadableBaseModel, ClassRegistryMixin):
         if "registry" not in cls.__dict__ or not cls.registry:
             return handler(source)
         return core_schema.tagged_union_schema(
-            {n: handler(c) for n, c in cls.registry.items()},
-            discriminator=cls.schema_discriminator,
+            {n: handler(c) for n, c in cls.registry.items()}, discriminator=cls.schema_discriminator
         )
 
 
@@ -242,15 +239,10 @@ class GreedyTokenProposalConfig(TokenProposalConfig):
     proposal_type: Literal["greedy"] = "greedy"
     speculative_tokens: int = Field(default=5, ge=1, le=MOST_DRAFTED, description="How many tokens to draft at a time.")
     verifier_accept_k: int = Field(
-        default=1,
-        ge=1,
-        le=2**20,
-        description="Accept a draft token that is among the verifier's k likeliest.",
+        default=1, ge=1, le=2**20, description="Accept a draft token that is among the verifier's k likeliest."
     )
     accept_tolerance: float = Field(
-        default=0.0,
-        ge=0.0,
-        description="Accept a draft token within this log-likelihood of the verifier's best.",
+        default=0.0, ge=0.0, description="Accept a draft token within this log-likelihood of the verifier's best."
     )
 
 
@@ -303,9 +295,6 @@ class DynamicTreeTokenProposalConfig(TokenProposalConfig):
     proposal_type: Literal["dynamic_tree"] = "dynamic_tree"
     speculative_tokens: int = Field(default=48, ge=1, le=MOST_DRAFTED, description="Nodes kept for verification.")
     expansion_factor: int = Field(
-        default=10,
-        ge=1,
-        le=MOST_WIDE,
-        description="Nodes expanded at each level, and children tried for each.",
+        default=10, ge=1, le=MOST_WIDE, description="Nodes expanded at each level, and children tried for each."
     )
     depth: int = Field(default=6, ge=1, le=MOST_DRAFTED, description="Draft tokens on the longest path.")

@@ -21,7 +21,7 @@ STAGES = {  # in the order of the chain -> the notebook that explains it
     "shift": "nbs/tutorials/10_hidden_states.ipynb",
     "features": "speculators_nb/features/checks.py",
     "vocabulary": "nbs/nn/11_draft_vocabulary.ipynb",
-    "weights": "nbs/models/04_base.ipynb",
+    "weights": "nbs/models/02_base.ipynb",
     "head": "nbs/nn/04_target_head.ipynb",
     "convention": "nbs/nn/05_layers.ipynb",
     "draft length": "nbs/tutorials/07_how_many_tokens.ipynb",

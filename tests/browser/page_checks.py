@@ -9,7 +9,7 @@ DESK = 1024  # from this width on, no line of code is cut off
 EXAMINED = (  # one of each kind, light and dark
     "index.html",
     "tutorials/06_one_distribution_four_rules.html",
-    "models/09_eagle.html",
+    "models/05_eagle.html",
     "decode/02_acceptance_rules.html",
     "decode/11_generate.html",
     "doctor/05_training_checks.html",
