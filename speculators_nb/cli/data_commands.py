@@ -216,8 +216,15 @@ def _states_from_server(rows, options, then) -> dict:
     RowLimits.of(config).warn(log, "features", rows["seq_len"][:])
     log_disk(o["output_dir"], mine, config.hidden_size, len(layers or range(4)), o["dtype"])
     return extract_from_server(
-        *(o["server"] or HERE, rows, o["output_dir"], o["storage"], layers),
-        *(o["concurrency"], o["dtype"], rank, world_size),
+        o["server"] or HERE,
+        rows,
+        o["output_dir"],
+        o["storage"],
+        layer_ids=layers,
+        concurrency=o["concurrency"],
+        dtype=o["dtype"],
+        rank=rank,
+        world_size=world_size,
         patience=o["patience"],
         shard_gb=o["shard_gb"],
         then=then,
@@ -230,10 +237,18 @@ def _states_in_process(model, rows, options, then) -> dict:
     mine = rows.select(shard(len(rows), rank, world_size))
     states = len(model.aux_layer_ids) + 1
     log_disk(o["output_dir"], mine, model.hidden_size, states, o["dtype"])
-    where = model, rows, o["output_dir"], o["dtype"], o["max_tokens"]
-    share: dict[str, Any] = dict(rank=rank, world_size=world_size)
-    share |= dict(compute_dtype=dtype_of(model, o["compute_dtype"]))
-    return extract_features(*where, **share, then=then, shard_gb=o["shard_gb"])
+    return extract_features(
+        model,
+        rows,
+        o["output_dir"],
+        dtype=o["dtype"],
+        max_tokens=o["max_tokens"],
+        rank=rank,
+        world_size=world_size,
+        then=then,
+        shard_gb=o["shard_gb"],
+        compute_dtype=dtype_of(model, o["compute_dtype"]),
+    )
 
 
 def features(

@@ -33,11 +33,11 @@ def greedy_texts(
     eos_token_ids: Collection[int] = (),  # token ids that end an output
 ) -> list[list[int]]:  # token ids of each output, a stop token included
     "What the verifier writes: the slow part of `greedy_answers`, whatever a drafter reads."
-    taps, options = (
-        HiddenStates(verifier.aux_layer_ids),
-        dict(max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids),
-    )
-    return [_decoded(verifier, taps, prompt, **options).tokens for prompt in prompts]
+    taps = HiddenStates(verifier.aux_layer_ids)
+    return [
+        _decoded(verifier, taps, prompt, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids).tokens
+        for prompt in prompts
+    ]
 
 
 def greedy_answers(
