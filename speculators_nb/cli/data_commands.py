@@ -37,8 +37,7 @@ from ..verifier.tapped_model import Verifier, faster_dtype
 def device_of(
     name: str | None,  # as torch spells it; None, auto: this rank's accelerator, if any
 ) -> torch.device:
-    """Where to compute. Errors: ValueError for a device that torch does not know, or that this
-    machine does not have."""
+    "Where to compute. Errors: ValueError for a device that torch does not know, or that this machine does not have."
     check_options(dict(device=name))
     if not name or name == "auto":
         # a CUDA build of torch names "cuda" on a machine without a driver, too
@@ -165,9 +164,8 @@ def regenerate(
         reason, n = report["failed"].most_common(1)[0]
         first = report.first["failed", reason]
         raise ValueError(
-            f"none of {report['failed'].total()} conversations was answered; {n} of them: "
-            f"{reason} (first: {first}). {Path(output).with_suffix('.errors.jsonl')} names "
-            "each; mend it, and run the same command again"
+            f"none of {report['failed'].total()} conversations was answered; {n} of them: {reason} (first: {first}). "
+            f"{Path(output).with_suffix('.errors.jsonl')} names each; mend it, and run the same command again"
         )
     return report
 
@@ -190,8 +188,7 @@ def log_disk(
     states: int,  # stored for a token
     dtype: str,  # as stored
 ) -> None:
-    """Log how much disk the features need, before the first is written, and where the disk has
-    less."""
+    "Log how much disk the features need, before the first is written, and where the disk has less."
     tokens = sum(rows["seq_len"])
     free = free_disk(output_dir)
     disk = features_on_disk(tokens, len(rows), hidden_size, states, dtype, free)

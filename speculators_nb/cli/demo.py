@@ -135,8 +135,7 @@ class DemoRun(NamedTuple):
 
 
 def _train(run) -> SpeculatorTrainer:
-    """A drafter, trained on the features or continued; each evaluation decodes some held-out
-    prompts."""
+    "A drafter, trained on the features or continued; each evaluation decodes some held-out prompts."
     given = run.given
     few = encode_prompts(run.questions[:PROMPTS], run.tokenizer)
     ends = eos_ids_of(run.model, run.tokenizer)
@@ -153,8 +152,7 @@ def _train(run) -> SpeculatorTrainer:
 
 
 def _measure(run) -> Evaluation:
-    """Held-out prompts decoded with three drafters; what was decoded before an interruption is
-    kept."""
+    "Held-out prompts decoded with three drafters; what was decoded before an interruption is kept."
     given, model = run.given, run.model
     drafter = SpeculatorModel.from_pretrained(run.folder / "drafter").drafter()
     drafters = {PLAIN: NoDrafter(), "n-gram": NgramDrafter(), given["algorithm"]: drafter}
@@ -260,10 +258,9 @@ def commands(
 
 TITLE = "A drafter and its acceptance"
 LEAD = (
-    "Speculative decoding: a small drafter proposes tokens, and the verifier, the model whose "
-    "text is wanted, checks several of them in one forward pass. This page is about one "
-    "drafter: what it saves, what its verifier thinks of its tokens, how it was trained and "
-    "what that took."
+    "Speculative decoding: a small drafter proposes tokens, and the verifier, the model whose text is wanted, checks "
+    "several of them in one forward pass. This page is about one drafter: what it saves, what its verifier thinks of "
+    "its tokens, how it was trained and what that took."
 )
 
 

@@ -11,9 +11,8 @@ from .run import run_recipe
 
 app = new_app(
     "speculators-nb",
-    "Speculative decoding: make features, train a drafter, measure it, serve it with vLLM. The "
-    "commands are listed in the order of work; "
-    "each takes --recipe FILE. Start with: speculators-nb demo",
+    "Speculative decoding: make features, train a drafter, measure it, serve it with vLLM. The commands are listed in "
+    "the order of work; each takes --recipe FILE. Start with: speculators-nb demo",
 )
 
 

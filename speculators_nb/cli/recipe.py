@@ -60,9 +60,8 @@ def _once(pairs):
 
 
 def with_home(value: Any) -> Any:  # the same
-    """A text that begins with ~, or name=~, becomes a path below the home folder, as in a
-    shell; nothing after this expands a path. Errors: ValueError for one that begins with a
-    variable."""
+    """A text that begins with ~, or name=~, becomes a path below the home folder, as in a shell; nothing after this
+    expands a path. Errors: ValueError for one that begins with a variable."""
     if isinstance(value, dict):
         return {key: with_home(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -81,8 +80,7 @@ MOST_TEXT, MOST_VALUES, DEEPEST = 2**20, 10_000, 8  # characters, values, levels
 
 
 def _count(content, depth=0, seen=0) -> int:
-    """Values in the file, repeated ones as often as they are repeated. Errors: ValueError for
-    too many, or too deep."""
+    "Values in the file, repeated ones as often as they are repeated. Errors: ValueError for too many, or too deep."
     if depth > DEEPEST:
         raise ValueError(f"more than {DEEPEST} levels deep")
     inner = content.values() if isinstance(content, dict) else content
