@@ -145,19 +145,30 @@ def regenerate(
             write_provenance(output, "regenerate", given | dict(model=model), origin, **report)
 
     if server is not None:
-        with_server: dict[str, Any] = dict(model=model, tokenizer=verifier)
-        with_server |= dict(concurrency=concurrency, patience=patience, then=record)
-        report = regenerate_from_server(server, data, output, **with_server, **given)
+        report = regenerate_from_server(
+            server,
+            data,
+            output,
+            model=model,
+            tokenizer=verifier,
+            concurrency=concurrency,
+            patience=patience,
+            then=record,
+            **given,
+        )
     else:
         assert verifier is not None  # or check_options refuses
         loaded = "float32" if compute_dtype == "float32" else "auto"
-        opened = open_verifier(verifier, None, device, False, attn_implementation, loaded)
+        opened, tokenizer = open_verifier(verifier, None, device, False, attn_implementation, loaded)
         if self_prompts is not None:
-            dropped = write_self_prompts(*opened, data, self_prompts, languages or None, seed, batch_size or 96)
+            dropped = write_self_prompts(
+                opened, tokenizer, data, self_prompts, languages or None, seed, batch_size or 96
+            )
             log.info("%d questions; dropped: %s", self_prompts, dict(dropped))
-        here: dict[str, Any] = dict(batch_size=batch_size, then=record)
-        here |= dict(compute_dtype=dtype_of(opened[0], compute_dtype))
-        report = answer_here(*opened, data, output, **here, **given)
+        computed = dtype_of(opened, compute_dtype)
+        report = answer_here(
+            opened, tokenizer, data, output, batch_size=batch_size, compute_dtype=computed, then=record, **given
+        )
     if not report.done:
         raise ValueError(f"data={str(data)!r}: holds no conversation; name a file that has some")
     if report["failed"] and not report["written"] + report["kept"]:
@@ -203,36 +214,6 @@ def log_disk(
         )
 
 
-def _states_from_server(rows, options, then) -> dict:
-    "Features by servers; processes that work in the folder share its rows."
-    o, rank, world_size = options, options["rank"], options["world_size"]
-    config = text_config(verifier_config(o["verifier"]))
-    chosen, last = o["aux_layer_ids"], config.num_hidden_layers
-    layers = [*chosen, last] if chosen else None
-    mine = rows.select(shard(len(rows), rank, world_size))
-    RowLimits.of(config).warn(log, "features", rows["seq_len"][:])
-    log_disk(o["output_dir"], mine, config.hidden_size, len(layers or range(4)), o["dtype"])
-    return extract_from_server(
-        *(o["server"] or HERE, rows, o["output_dir"], o["storage"], layers),
-        *(o["concurrency"], o["dtype"], rank, world_size),
-        patience=o["patience"],
-        shard_gb=o["shard_gb"],
-        then=then,
-    )
-
-
-def _states_in_process(model, rows, options, then) -> dict:
-    "Features by a verifier in this process, which shares its batches with others."
-    o, rank, world_size = options, options["rank"], options["world_size"]
-    mine = rows.select(shard(len(rows), rank, world_size))
-    states = len(model.aux_layer_ids) + 1
-    log_disk(o["output_dir"], mine, model.hidden_size, states, o["dtype"])
-    where = model, rows, o["output_dir"], o["dtype"], o["max_tokens"]
-    share: dict[str, Any] = dict(rank=rank, world_size=world_size)
-    share |= dict(compute_dtype=dtype_of(model, o["compute_dtype"]))
-    return extract_features(*where, **share, then=then, shard_gb=o["shard_gb"])
-
-
 def features(
     verifier: str,  # folder or hub id
     data: str,  # prepared folder, or conversations: a file, a folder, hf:<id>, a name: gsm8k
@@ -261,17 +242,33 @@ def features(
     if engine == "ray":
         return on_ray(features, options | dict(engine="local"), "output_dir")
     used = one_or_several(server or HERE) if source == "vllm" else None
-    record = dict(source=source, server=used, dtype=dtype)
-    record |= dict(max_length=max_length, max_samples=max_samples)
+    record = dict(source=source, server=used, dtype=dtype, max_length=max_length, max_samples=max_samples)
     record |= dict(rank=rank, world_size=world_size)
-    origin = {"verifier": verifier, "data": data}
 
     def then(counts):
-        write_provenance(output_dir, "features", record, origin, **counts)
+        write_provenance(output_dir, "features", record, {"verifier": verifier, "data": data}, **counts)
 
     if source == "vllm":
         rows = _rows(data, open_tokenizer(verifier, trust_remote_code), max_length, max_samples)
-        counts = _states_from_server(rows, options, then)
+        config = text_config(verifier_config(verifier))
+        layers = [*aux_layer_ids, config.num_hidden_layers] if aux_layer_ids else None
+        share = rows.select(shard(len(rows), rank, world_size))
+        RowLimits.of(config).warn(log, "features", rows["seq_len"][:])
+        log_disk(output_dir, share, config.hidden_size, len(layers or range(4)), dtype)
+        counts = extract_from_server(
+            server or HERE,
+            rows,
+            output_dir,
+            storage,
+            layers,
+            concurrency=concurrency,
+            dtype=dtype,
+            rank=rank,
+            world_size=world_size,
+            patience=patience,
+            shard_gb=shard_gb,
+            then=then,
+        )
     else:
         loaded = "float32" if compute_dtype == "float32" else "auto"
         model, tokenizer = open_verifier(
@@ -279,9 +276,21 @@ def features(
         )
         vocab_size = model.model.get_input_embeddings().get_parameter("weight").shape[0]
         rows = _rows(data, tokenizer, max_length, max_samples, vocab_size)
-        counts = _states_in_process(model, rows, options, then)
-    total = dict(rows=len(rows), tokens=sum(rows["seq_len"]), output_dir=output_dir)
-    return counts | total
+        share = rows.select(shard(len(rows), rank, world_size))
+        log_disk(output_dir, share, model.hidden_size, len(model.aux_layer_ids) + 1, dtype)
+        counts = extract_features(
+            model,
+            rows,
+            output_dir,
+            dtype=dtype,
+            max_tokens=max_tokens,
+            rank=rank,
+            world_size=world_size,
+            compute_dtype=dtype_of(model, compute_dtype),
+            shard_gb=shard_gb,
+            then=then,
+        )
+    return counts | dict(rows=len(rows), tokens=sum(rows["seq_len"]), output_dir=output_dir)
 
 
 def _another(folder, t2d, d2t) -> bool:
