@@ -34,10 +34,9 @@ from ..verifier.row_limits import RowLimits
 from ..verifier.tapped_model import Verifier, faster_dtype
 
 
-def device_of(
-    name: str | None,  # as torch spells it; None, auto: this rank's accelerator, if any
-) -> torch.device:
-    "Where to compute. Errors: ValueError for a device that torch does not know, or that this machine does not have."
+def device_of(name: str | None) -> torch.device:
+    """Where to compute; None or auto: this rank's accelerator, if any. ValueError for a device that torch does not
+    know, or that this machine does not have."""
     check_options(dict(device=name))
     if not name or name == "auto":
         # a CUDA build of torch names "cuda" on a machine without a driver, too
@@ -60,12 +59,9 @@ def device_of(
     return device
 
 
-def open_tokenizer(
-    verifier: str | os.PathLike,  # folder or hub id
-    trust_remote_code: bool = False,  # run code that comes with it
-):  # a transformers tokenizer
-    """A verifier's tokenizer. Errors: FileNotFoundError where the folder has none; ValueError
-    for one that cannot be read."""
+def open_tokenizer(verifier: str | os.PathLike, trust_remote_code: bool = False):
+    """A verifier's tokenizer. Errors: FileNotFoundError where the folder has none; ValueError for one that cannot be
+    read."""
     if Path(verifier).is_dir():
         check_tokenizer(verifier)
     with tokenizer_errors(verifier):
@@ -93,11 +89,8 @@ def open_verifier(
     return Verifier.from_pretrained(str(verifier), layers, device=place, **options), tokenizer
 
 
-def dtype_of(
-    verifier: Verifier,
-    compute_dtype: str | None,  # auto: as is faster here; bfloat16, float32; None: as loaded
-) -> torch.dtype | None:  # of products; None: the verifier's
-    "The number format in which a verifier's products are computed."
+def dtype_of(verifier: Verifier, compute_dtype: str | None) -> torch.dtype | None:
+    "The number format in which a verifier's products are computed (auto: as is faster here); None: the verifier's."
     if compute_dtype == "auto":
         return faster_dtype(verifier)
     return torch.bfloat16 if compute_dtype == "bfloat16" else None
@@ -192,14 +185,9 @@ def _rows(data, tokenizer, max_length, max_samples, vocab_size=None) -> Dataset:
 log = logging.getLogger(__name__)
 
 
-def log_disk(
-    output_dir: Path,  # where the features go; need not exist yet
-    rows: Dataset,  # that are stored: with seq_len
-    hidden_size: int,  # H
-    states: int,  # stored for a token
-    dtype: str,  # as stored
-) -> None:
-    "Log how much disk the features need, before the first is written, and where the disk has less."
+def log_disk(output_dir: Path, rows: Dataset, hidden_size: int, states: int, dtype: str) -> None:
+    """Log how much disk the features of rows need (`states` for a token, as `dtype`), before the first is written, and
+    where the disk has less."""
     tokens = sum(rows["seq_len"])
     free = free_disk(output_dir)
     disk = features_on_disk(tokens, len(rows), hidden_size, states, dtype, free)

@@ -58,10 +58,7 @@ from .inputs import check_clone, check_settings
 # passes over one, and a greedy text would depend on the drafter.
 
 
-def keep_to(
-    record: Path,  # of the settings of a folder; written where there is none
-    settings: dict,  # of this call
-):
+def keep_to(record: Path, settings: dict):
     """A folder is continued by a call with the settings that began it, and by no other. Errors:
     FileExistsError naming the setting that differs."""
     check_settings(record, settings)
@@ -176,10 +173,7 @@ def _measure(run) -> Evaluation:
     return evaluation
 
 
-def question_of(
-    prompt: Prompt,
-    tokenizer: Any,  # of the verifier
-) -> str:
+def question_of(prompt: Prompt, tokenizer: Any) -> str:
     "What a prompt asks, as a person typed it."
     if prompt.messages:
         return str(prompt.messages[-1]["content"])
@@ -241,10 +235,7 @@ def _training(folder, trainer):
     return training_sections(folder, trainer.model, few, **given)
 
 
-def commands(
-    run: DemoRun,
-    served: bool,  # vLLM reads the checkpoint
-) -> list[str]:
+def commands(run: DemoRun, served: bool) -> list[str]:
     "What is typed to make the demo again, and to use its drafter."
     own, defaults = run.given, inspect.signature(globals()[run.command]).parameters
     own = {n: v for n, v in own.items() if v is not None and v != defaults[n].default}

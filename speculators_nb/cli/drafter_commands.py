@@ -153,12 +153,8 @@ def train(
     return trainer
 
 
-def prompts_of(
-    data: str | Path,  # a set's name or conversations, as in `read_prompts`
-    tokenizer,  # with a chat template
-    max_samples: int | None = None,  # the first so many; None: all
-) -> tuple[list, list[str] | None]:  # as of `encode_each`, and domains; None: none is named
-    "The questions before the first answer, rendered for generation."
+def prompts_of(data: str | Path, tokenizer, max_samples: int | None = None) -> tuple[list, list[str] | None]:
+    "The questions before the first answer, rendered for generation, and their domains; None: none is named."
     prompts = read_prompts(data, first=max_samples)
     domains = [prompt.domain for prompt in prompts]
     return encode_each(prompts, tokenizer), domains if set(domains) != {"all"} else None

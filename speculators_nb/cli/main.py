@@ -210,10 +210,7 @@ real = command(
 )  # it reports while it runs
 
 
-def perform(
-    name: str,  # of a command
-    values: dict,  # every argument
-):
+def perform(name: str, values: dict):
     "Run a command of this program on checked values, as a stage of a run."
     with one_line(app.functions[name]):
         app.perform[name](values)

@@ -306,18 +306,18 @@ def _parts(path: Path, known: Mapping) -> tuple[dict, dict]:
     return shared, sections
 
 
-def read_recipe(path: str | os.PathLike, command: str, commands: Mapping[str, Callable] | None = None) -> dict:
+def _with_shared(path, command, known, shared, section) -> dict:
+    "A section's values over those shared values that its command takes."
+    mine = {field: value for field, value in shared.items() if field in known[command]}
+    return _section(mine, known[command], command, f"{path}: ") | section
+
+
+def read_recipe(path: str | os.PathLike, command: str, commands: Mapping[str, Callable]) -> dict:
     """The values that a recipe has for a command: its section over the shared values. ValueError: a section, a field, a
-    type or a value that no command takes, with the nearest one that exists; nothing is checked without `commands`."""
-    path = Path(path)
-    if commands is None:
-        content = _load(path)
-        shared = {k: v for k, v in content.items() if not isinstance(v, dict)}
-        return shared | content.get(command, {})
-    known = {name: fields_of(f) for name, f in commands.items()}
-    shared, sections = _parts(path, known)
-    mine = {f: v for f, v in shared.items() if f in known[command]}
-    return _section(mine, known[command], command, f"{path}: ") | sections.get(command, {})
+    type or a value that no command takes, with the nearest one that exists."""
+    known = {name: fields_of(function) for name, function in commands.items()}
+    shared, sections = _parts(Path(path), known)
+    return _with_shared(path, command, known, shared, sections.get(command, {}))
 
 
 def _imports(*given) -> dict[str, list[str]]:
@@ -358,8 +358,7 @@ def read_sections(path: str | os.PathLike, commands: Mapping[str, Callable]) -> 
     shared, sections = _parts(path, known)
     for name, section in sections.items():
         command = command_of(name)
-        mine = {f: v for f, v in shared.items() if f in known[command]}
-        mine = _section(mine, known[command], command, f"{path}: ") | section
+        mine = _with_shared(path, command, known, shared, section)
         parameters = inspect.signature(commands[command]).parameters.values()
         for p in parameters:
             if p.default is p.empty and p.kind is not p.VAR_KEYWORD and p.name not in mine:
