@@ -389,7 +389,7 @@ def _is_set(value, default=None):
 
 
 def without_effect(command, name, other, why, default=0) -> Relation:
-    "`name` is refused, unless it is not set or has its default, where `why` says of the value of `other` what is wrong."
+    "`name` is refused, unless it is not set or has its default, where `why` finds a fault in the value of `other`."
 
     def fails(values):
         if _is_set(values[name], default) and (problem := why(values[other])):
