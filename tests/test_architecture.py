@@ -201,8 +201,8 @@ def test_every_path_on_the_page_exists():
 
 
 # `plot` gives every drafter one colour everywhere, so its palette must spell their names; the engine's method words,
-# which modules of `serve` read and write, are such names, and so is a key of its extraction; `cli` and `lab` have a
-# default, and HASS
+# which modules of `serve` read and write, are such names, and so is a key of its extraction; the planner has what the
+# step of each was measured to reach on a card; `cli` and `lab` have a default, and HASS
 SPELLS_NAMES = {
     "cli.inputs",  # the command stitch-mtp; so does `cli.main`
     "cli.main",
@@ -211,6 +211,7 @@ SPELLS_NAMES = {
     "serve.vllm_connector",
     "serve.mooncake_connector",
     "features.extraction",
+    "plan.requirements",
     "serve.vllm_methods",
     "serve.speculative_config",
 }

@@ -3,10 +3,14 @@ saved."""
 
 import signal
 
+import pytest
 import torch
 from test_trainer import arguments, samples, toy
 
+from speculators_nb.lab.experiment import settings, shipped_features
+from speculators_nb.lab.shipped import shipped_data
 from speculators_nb.train.live_view import LiveView, header_line, plot_runs
+from speculators_nb.train.train_drafter import train_drafter
 from speculators_nb.train.trainer import log_table, train
 
 
@@ -75,6 +79,15 @@ def test_an_interrupt_is_a_press(tmp_path):
     trainer = run(tmp_path, Reader(2, act), save_strategy="no", load_best_model_at_end=False)
     assert trainer.state.global_step == 2 and (tmp_path / "model.safetensors").is_file()
     assert handlers == [before] and signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_interrupt_is_for_the_next_cells_too(tmp_path):
+    "The drafter is there, and Run All ends."
+    features, verifier = shipped_features(n=12), shipped_data() / "tiny-verifier"
+    given = settings("eagle3") | dict(total_seq_len=256, max_steps=4, eval_share=0.0, draft_vocab_size=64)
+    with pytest.raises(KeyboardInterrupt, match="stopped at step 2; .* has the drafter"):
+        train_drafter(features, tmp_path, verifier, "eagle3", callbacks=[Reader(2, interrupt)], **given)
+    assert {"model.safetensors", "t2d-64.npy"} <= {path.name for path in tmp_path.iterdir()}
 
 
 def test_runs_are_laid_over_each_other(tmp_path):

@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
 from web import books, extras, figures, overview, papers, places  # noqa: E402
+from web.cells import has_widget, widget_first  # noqa: E402
 from web.links import crosslink  # noqa: E402
 
 SECTIONS = books.groups()
@@ -85,6 +86,14 @@ def test_every_page_is_in_one_group():
 def test_times_are_of_notebooks_and_targets_that_exist():
     targets = re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), flags=re.M)
     assert books.times().keys() <= {book.here for book in BOOKS} | {f"make {target}" for target in targets}
+
+
+@pytest.mark.parametrize("book", [b for b in BOOKS if b.here.startswith("nbs/widgets/")], ids=lambda b: b.here)
+def test_a_widget_is_the_first_that_its_page_shows(book):
+    cells = widget_first(book.nb["cells"])
+    assert cells[0]["source"].startswith("# ") and cells[1]["metadata"]["tags"] == ["remove-input"]
+    before, after = (sum(map(has_widget, part)) for part in (book.nb["cells"], cells))
+    assert before == after > 0 and has_widget(cells[1]), "it is moved, and stands there once"
 
 
 def test_the_first_sentence_of_a_command_is_what_it_does():

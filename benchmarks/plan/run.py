@@ -98,7 +98,7 @@ def run_sizes(name, config, step, conversations, epochs=3, devices=2):
         answers_device_hours=round(tokens / answers.rate / 3600, 2),
         extraction_device_hours=round(hours(machine, tokens * forward_flops(sizes, TOKENS)), 2),
         steps=-(-tokens * epochs // (ROW * devices)),
-        training_device_hours=round(hours(machine, tokens * epochs * step.flops / ROW), 2),
+        training_device_hours=round(machine.training_seconds(tokens * epochs * step.flops / ROW) / 3600, 2),
     )
 
 

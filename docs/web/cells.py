@@ -68,3 +68,19 @@ def join_imports(cells):
         else:
             out.append(c)
     return out
+
+
+def has_widget(cell):
+    return any("data-widget=" in "".join(o.get("data", {}).get("text/html", "")) for o in cell.get("outputs", ()))
+
+
+def widget_first(cells):
+    "The page of a widget with the widget under its first cell, the claim; the code that makes it stays where it is"
+    cells = list(cells)
+    at = next((i for i, cell in enumerate(cells) if has_widget(cell)), None)
+    if at is None:
+        return cells
+    made = cells[at]
+    shown = {**made, "id": "widget", "metadata": {"tags": ["remove-input"]}}
+    cells[at] = {**made, "outputs": []}
+    return [cells[0], shown, *cells[1:]]

@@ -6,7 +6,7 @@ import shutil
 import commands
 
 from web.books import duration, groups, modules, times
-from web.cells import join_imports, stage_cell
+from web.cells import join_imports, stage_cell, widget_first
 from web.extras import extras
 from web.figures import anchor, figures, gallery
 from web.links import crosslink, relink
@@ -63,6 +63,8 @@ def stage_book(book, where, symbols, refs):
     for c in cells:
         if c["cell_type"] == "markdown":
             c["source"] = crosslink(relink(c["source"], book.here, where), symbols)
+    if book.here.startswith("nbs/widgets/"):
+        cells = widget_first(cells)
     cells.insert(1, markdown("about-page", note(book)))
     if book.module and refs[book.module][0]:
         cells.append(markdown("reference", refs[book.module][0]))

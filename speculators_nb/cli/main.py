@@ -234,17 +234,18 @@ command(run, lambda ran: None, app, group="All of it", output=None)
 def plan(
     recipe: Path,  # YAML or JSON, with sections features and train, or one of them
     verifier: str | None = None,  # folder or hub id of another; only config.json is read
-    conversations: int | None = None,  # default: as prepared, else max_samples, else 50,000
+    conversations: int | None = None,  # default: as prepared, else of the recipe, else 50,000
     tokens_each: int = 1000,  # of a conversation, where no prepared folder is there to count
     devices: int = 1,  # that train
     memory: float | None = None,  # GB of one; default: of this machine's, if it has any
     disk: float | None = None,  # GB free for features; default: where the recipe writes them
-    tflops: float = 989.0,  # of one device in bfloat16; default: H100
-    mfu: float = 0.31,  # share of it that is reached; default: measured on an H100
-    bandwidth: float = 3.0,  # of one device's memory, TB/s; default: measured on an H100
+    tflops: float | None = None,  # of one device in bfloat16; default: an H100's, or measured here
+    mfu: float | None = None,  # share of it that is reached; default: as measured with the drafter
+    bandwidth: float | None = None,  # of a device's memory, TB/s; default: as tflops
 ) -> Any:  # plan.requirements.Requirements
-    """What a recipe needs: disk, memory of a training step, hours, servers; what does not fit,
-    and the option that makes it fit. Nothing is started; weights are not read."""
+    """What a recipe needs: disk, memory of a training step, the time of each stage, servers; what
+    does not fit, and the option that makes it fit. No stage is started, no weights are read. Without
+    an option that describes a machine it is about this one."""
     from ..core.options import check_options
     from .plan import stages_of
 
@@ -253,11 +254,12 @@ def plan(
     check_options(dict(recipe=recipe, verifier=verifier) | own, "plan")
     stages = stages_of(recipe, app.functions, app.outputs)[0]
     # after a wrong recipe is refused: this imports torch
-    from ..plan.requirements import GB, Machine, device_memory, requirements
+    from ..plan.requirements import GB, machine_of, requirements
 
     sections = {stage.name: stage.values for stage in stages}
-    place = device_memory() if memory is None else memory * GB
-    machine = Machine(devices, place, tflops, mfu, bandwidth)
+    algorithm = sections.get("train", {}).get("algorithm", "")
+    place = None if memory is None else memory * GB
+    machine = machine_of(algorithm, devices, place, tflops, mfu, bandwidth)
     free = None if disk is None else disk * GB
     return requirements(sections, verifier, conversations, tokens_each, machine, free)
 

@@ -875,9 +875,9 @@ RULES |= {
     "devices": whole(8, 1, 10**6),
     "memory": number(80, above=0, none=True),
     "disk": number(2000, above=0, none=True),
-    "tflops": number(989, above=0),
-    "mfu": number(0.31, above=0, high=1),
-    "bandwidth": number(3.0, above=0),
+    "tflops": number(989, above=0, none=True),
+    "mfu": number(0.3, above=0, high=1, none=True),
+    "bandwidth": number(3.0, above=0, none=True),
 }
 ARGUMENTS = several(text("--max-num-seqs=8"), "--max-num-seqs=8", none=True)
 IN = {

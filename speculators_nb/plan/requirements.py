@@ -5,13 +5,14 @@ import logging
 import math
 import os
 import shutil
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from ..core.options import pairs
+from ..core.options import duration, pairs
 from ..data.prepared_folder import load_prepared
 from ..features.feature_rows import stored_dtype
 from ..train.training_arguments import can_shard
@@ -68,17 +69,37 @@ def features_on_disk(
 GB = 1e9
 
 
+# share of the data sheet's rate that a training step reaches on an H100, by drafter: the lowest of what is measured
+# (benchmarks/gpu/results; a test holds these numbers to it). A drafter that is not there counts as the lowest.
+MFU = dict(eagle3=0.3, peagle=0.25, dflash=0.38, mtp=0.51)
+H100 = dict(tflops=989.0, bandwidth=3.0)  # bfloat16, dense, by its data sheet; TB/s of a copy, measured
+# share of a large product's rate that is reached on a CPU: a train step (benchmarks/train_step), and a verifier's
+# forward pass (benchmarks/features; the product's rate from benchmarks/train_step)
+CPU_TRAINING, CPU_FORWARD = 0.7, 0.5
+
+
 class Machine(NamedTuple):
-    "What a recipe runs on."
+    "What a recipe runs on; an H100, if nothing is said."
 
     devices: int = 1  # that train
     memory: float = math.inf  # bytes of one
-    tflops: float = 989.0  # of one, in bfloat16: H100, dense, by its data sheet
-    mfu: float = 0.31  # share of it that is reached: EAGLE-3's step on an H100
-    bandwidth: float = 3.0  # of its memory, TB/s: a copy on an H100
+    tflops: float = H100["tflops"]  # of one, in bfloat16, or in float32 where that is faster
+    mfu: float = MFU["eagle3"]  # share of it that is reached in training
+    bandwidth: float = H100["bandwidth"]  # of its memory, TB/s
+    float32: float | None = None  # TFLOPS in float32; None: as in bfloat16
+    forward: float | None = None  # share that a forward pass reaches; None: as in training
+    kind: str = "cuda"
+    source: str = "an H100's"  # of the rates
+    doubt: str = ""  # why the rates may be another machine's, and what to write
 
     def seconds(self, flops: float, devices: int) -> float:
-        return flops / (devices * self.tflops * 1e12 * self.mfu)
+        "Of forward passes."
+        return flops / (devices * self.tflops * 1e12 * (self.forward or self.mfu))
+
+    def training_seconds(self, flops: float, bf16: bool = True) -> float:
+        "Of training on one device."
+        tflops = self.tflops if bf16 else self.float32 or self.tflops
+        return flops / (tflops * 1e12 * self.mfu)
 
 
 def device_memory() -> float:
@@ -88,12 +109,86 @@ def device_memory() -> float:
     return math.inf
 
 
+def _fastest(device, work) -> float:
+    "Seconds of the fastest of some calls; on a CPU those of its threads, which other processes do not count in."
+
+    def now():
+        if device == "cpu":
+            return time.process_time() / torch.get_num_threads()
+        torch.cuda.synchronize()
+        return time.perf_counter()
+
+    took, end = [], time.perf_counter() + 0.3
+    while len(took) < 4 or time.perf_counter() < end:
+        start = now()
+        work()
+        took.append(now() - start)
+    return min(took[1:])
+
+
+def measured_machine(algorithm: str, devices: int = 1) -> Machine:
+    "This machine by the rates of a product and of a copy, timed now in about a second."
+    cuda = torch.cuda.is_available()
+    device, n = ("cuda", 8192) if cuda else ("cpu", 1024)
+    tflops = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = torch.randn(n, n, device=device, dtype=dtype), torch.randn(n, n, device=device, dtype=dtype)
+        tflops[dtype] = 2 * n**3 / _fastest(device, lambda: a @ b) / 1e12
+    whole = torch.ones(2**26, device=device)
+    copied = 2 * whole.nbytes / _fastest(device, whole.clone) / 1e12
+    name = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} CPU threads"
+    return Machine(
+        devices=devices,
+        memory=device_memory(),
+        tflops=max(tflops.values()),
+        mfu=MFU.get(algorithm, min(MFU.values())) if cuda else CPU_TRAINING,
+        bandwidth=copied,
+        float32=tflops[torch.float32],
+        forward=None if cuda else CPU_FORWARD,
+        kind=device,
+        source=f"measured now, {name}",
+    )
+
+
+def machine_of(
+    algorithm: str,  # that is trained; "": none
+    devices: int = 1,  # that train
+    memory: float | None = None,  # bytes of one; None: of this machine's, if it has any
+    tflops: float | None = None,  # of one
+    mfu: float | None = None,  # share of it that is reached
+    bandwidth: float | None = None,  # TB/s
+) -> Machine:
+    "The machine that options describe, with an H100's rates where they are silent; without any, this machine."
+    here = device_memory()
+    known = torch.cuda.is_available() and "H100" in torch.cuda.get_device_name()
+    if not known and memory is tflops is mfu is bandwidth is None:
+        return measured_machine(algorithm, devices)
+    memory = here if memory is None else memory
+    given = dict(tflops=tflops, bandwidth=bandwidth)
+    missing = [f"--{name}" for name, value in given.items() if value is None]
+    doubt = ""
+    if missing and not math.isinf(memory) and not 70 * GB < memory < 90 * GB:
+        doubt = (
+            f"a device of {memory / GB:.3g} GB is no H100: write {' and '.join(missing)} of yours, by its data sheet"
+        )
+    return Machine(
+        devices=devices,
+        memory=memory,
+        mfu=MFU.get(algorithm, min(MFU.values())) if mfu is None else mfu,
+        source="an H100's" if missing else "as given",
+        doubt=doubt,
+        tflops=H100["tflops"] if tflops is None else tflops,
+        bandwidth=H100["bandwidth"] if bandwidth is None else bandwidth,
+    )
+
+
 class Amount(NamedTuple):
     "How much data."
 
     rows: int  # conversations
     tokens: int
     known: bool  # counted in a prepared folder; else assumed
+    supervised: float = 1.0  # share of the tokens that carry loss
 
     @property
     def each(self) -> int:
@@ -102,17 +197,31 @@ class Amount(NamedTuple):
 
 def amount_of_data(
     folder: str | os.PathLike | None,  # a prepared folder or conversations, perhaps not there
-    most: int | None = None,  # max_samples of the recipe
-    conversations: int | None = None,  # as given; None: those of the folder, else 50,000
+    most: int | None = None,  # conversations that the recipe takes
+    conversations: int | None = None,  # as given; None: those of the folder, else `most`, else 50,000
     tokens_each: int = 1000,  # assumed where they cannot be counted
 ) -> Amount:
     "Count the rows of a prepared folder, or assume some."
     place = Path(folder or "")
     if conversations is None and folder and (place / "dataset_info.json").is_file():
-        lengths = [int(n) for n in load_prepared(place).rows["seq_len"]][:most]
-        return Amount(len(lengths), sum(lengths), True)
+        prepared = load_prepared(place)
+        tokens = int(prepared.lengths[:most].sum())
+        return Amount(len(prepared.lengths[:most]), tokens, True, float(prepared.trained[:most].sum() / max(1, tokens)))
     rows = conversations or most or 50_000
     return Amount(rows, rows * tokens_each, False)
+
+
+def conversations_of(
+    sections: Mapping[str, Mapping[str, Any]],  # of a recipe
+) -> int | None:  # None: neither a limit nor a file of conversations says it
+    "How many conversations a recipe takes: those of its first file, at most the least max_samples."
+    chain = [sections[name] for name in ("regenerate", "prepare", "features") if name in sections]
+    limits = [part["max_samples"] for part in chain if part.get("max_samples")]
+    first = Path(str(chain[0]["data"])) if chain else Path()
+    if first.suffix == ".jsonl" and first.is_file():
+        with first.open("rb") as lines:
+            limits.append(sum(1 for line in lines if line.strip()))
+    return min(limits, default=None)
 
 
 STEP = ("num_layers", "draft_arch", "draft_vocab_size")  # of `train`, that shape a drafter
@@ -123,8 +232,11 @@ class Training(NamedTuple):
 
     sizes: DrafterSizes
     step: StepCost
-    memory: StepMemory
+    memory: StepMemory  # where all tokens carry loss
     length: int  # tokens of its row
+    flops: float  # of forward and backward, where as many do as in the data
+    optimizer_flops: float  # of Muon's update, for each row
+    bf16: bool
 
 
 def training_step(
@@ -133,6 +245,7 @@ def training_step(
     each: int = 1000,  # tokens of a conversation
     ranks: int = 1,  # devices that train together
     device: str = "cuda",  # their kind
+    supervised: float = 1.0,  # share of the tokens that carry loss
 ) -> Training:
     "What a step takes."
     given = pairs(values.get("extra"))
@@ -143,9 +256,16 @@ def training_step(
     own = {n: v for n, v in given.items() if n != RECOMPUTED}
     sizes = drafter_sizes(empty_drafter(algorithm, info, **own), info)
     bf16, depth = values["bf16"], info.text.num_hidden_layers
-    step = predicted_step(algorithm, sizes.text, sizes.rows, depth, length, each, bf16=bf16, device=device, **given)
+
+    def predicted(share):
+        shape = sizes.text, sizes.rows, depth, length, each, share
+        return predicted_step(algorithm, *shape, bf16=bf16, device=device, **given)
+
+    step = predicted(1.0)
     memory = step_memory(sizes, step, length, values["optimizer"], bf16, ranks, bool(values.get("fsdp")))
-    return Training(sizes, step, memory, length)
+    update = sizes.muon_flops / values.get("gradient_accumulation_steps", 1) * (values["optimizer"] == "muon")
+    flops = step.flops if supervised == 1 else predicted(supervised).flops
+    return Training(sizes, step, memory, length, flops, update, bf16)
 
 
 def shorter_row(
@@ -290,7 +410,8 @@ def answering(
         at_once = max(1, min(concurrency, int(free / (cache * each))))
     moved = server.weights + at_once * cache * each / 2
     reading = moved / (server.width * machine.bandwidth * 1e12)
-    computing = machine.seconds(at_once * forward_flops(sizes, each), server.width)
+    token = forward_flops(sizes, each) + 2 * sizes.vocab * sizes.hidden
+    computing = machine.seconds(at_once * token, server.width)
     return Answers(at_once, at_once / max(reading, computing))
 
 
@@ -314,8 +435,25 @@ class Requirements(NamedTuple):
     def trained(self) -> float:  # tokens/s of all devices
         if self.training is None:
             return 0.0
-        token = self.training.step.flops / self.training.length
-        return 1 / self.machine.seconds(token, self.machine.devices)
+        training = self.training
+        row = self.machine.training_seconds(training.flops, training.bf16)
+        row += self.machine.training_seconds(training.optimizer_flops)
+        return self.machine.devices * training.length / row
+
+    @property
+    def stages(self) -> dict[str, float]:  # name -> seconds, each with all devices
+        "Answers, features and training, one after the other. Without a section features training makes them."
+        servers = max(1, self.machine.devices // self.serving.width)
+        read = self.machine.seconds(self.read_flops, servers * self.serving.width)
+        found = {}
+        if self.answers:
+            found["answers"] = self.data.tokens / (servers * self.answers.rate)
+        if self.disk:
+            found["features"] = read
+        if self.training:
+            train = self.epochs * self.data.tokens / self.trained
+            found["training"] = train if self.disk else train + self.epochs * read
+        return found
 
     @property
     def problems(self) -> list[str]:  # what does not fit, with the option that makes it fit
@@ -333,7 +471,7 @@ class Requirements(NamedTuple):
 def requirements(
     sections: Mapping[str, Mapping[str, Any]],  # of a recipe: command -> every argument
     verifier: str | None = None,  # folder or hub id, in place of the recipe's
-    conversations: int | None = None,  # None: as prepared, else max_samples, else 50,000
+    conversations: int | None = None,  # None: as prepared, else `conversations_of`, else 50,000
     tokens_each: int = 1000,  # of a conversation that is not prepared yet
     machine: Machine | None = None,  # None: one H100
     disk: float | None = None,  # bytes; None: what is free where the recipe writes
@@ -347,8 +485,7 @@ def requirements(
     first = dict(train or {}) | dict(write or {})
     info = VerifierInfo.of(verifier or first.get("verifier") or "")
     source = write["data"] if write else first.get("data_dir")
-    most = write.get("max_samples") if write else None
-    data = amount_of_data(source, most, conversations, tokens_each)
+    data = amount_of_data(source, conversations_of(sections), conversations, tokens_each)
     need = other = training = None
     if write:
         states, dtype = len(write.get("aux_layer_ids") or range(3)) + 1, write["dtype"]
@@ -364,7 +501,7 @@ def requirements(
     remedy, epochs, algorithm = "", 0, ""
     if train:
         epochs, algorithm = train["num_train_epochs"], train["algorithm"]
-        training = training_step(info, train, data.each, machine.devices)
+        training = training_step(info, train, data.each, machine.devices, machine.kind, data.supervised)
         if training.memory.total > machine.memory:
             remedy = smaller_step(info, train, machine.memory, training, machine.devices)
     return Requirements(
@@ -383,10 +520,6 @@ def requirements(
     )
 
 
-def _hours(seconds: float) -> str:
-    return f"{seconds / 3600:.3g} hours"
-
-
 def requirements_text(found: Requirements) -> str:
     "What a recipe needs, as lines to be printed."
     data, machine, server = found.data, found.machine, found.serving
@@ -396,21 +529,40 @@ def requirements_text(found: Requirements) -> str:
         need, other = found.disk, found.other
         sizes = f"{need.need / GB:,.4g} GB in {need.dtype}"
         rows.append(("features", f"{sizes} ({other.dtype}: {other.need / GB:,.4g} GB)"))
-    rate = f"{machine.tflops:g} TFLOPS a device at MFU {machine.mfu:g}"
-    rows.append(("rate", f"{rate} (measured on an H100: 0.31; --mfu)"))
-    read = _hours(machine.seconds(found.read_flops, server.width))
+    rows.append(("rates", _rates(found)))
+    if machine.doubt:
+        rows.append(("", machine.doubt))
+    read = duration(machine.seconds(found.read_flops, server.width))
     width = f"--tensor-parallel-size {server.width}" if server.width > 1 else "one device"
     prefill = f"{server.rate:,.0f} tokens/s prefill"
     weights = f"weights of {server.weights / GB:.3g} GB in bfloat16"
     rows.append(("a server", f"{width}: {weights}, {prefill}, {read} for all rows"))
     if found.answers:
         wrote = f"{found.answers.at_once} at once, {found.answers.rate:,.0f} tokens/s at most"
-        least = _hours(data.tokens / found.answers.rate)
+        least = duration(data.tokens / found.answers.rate)
         rows.append(("answers", f"{wrote}: {least} on one server, or more"))
     if found.training:
         rows += _training_rows(found)
+    rows.append(("timeline", _timeline(found)))
+    if found.training and found.disk:
+        rows.append(("online", _online(found)))
     lines = [f"{name:<10}{text}" for name, text in rows]
     return "\n".join([*lines, *found.problems])
+
+
+def _rates(found: Requirements) -> str:
+    "The rates that times follow from, and where they come from."
+    machine = found.machine
+    if machine.kind == "cpu":
+        return (
+            f"{machine.tflops:.2g} TFLOPS in the faster dtype, {machine.float32:.2g} in float32, "
+            f"{1e3 * machine.bandwidth:.2g} GB/s ({machine.source}); training reaches {machine.mfu:g} of that, a "
+            f"forward pass {machine.forward:g} (measured on an AMD EPYC)"
+        )
+    measured = f"{found.algorithm} was measured at {MFU[found.algorithm]}" if found.algorithm in MFU else ""
+    share = measured or f"the lowest measured is {min(MFU.values())}"
+    rates = f"{machine.tflops:.4g} TFLOPS and {machine.bandwidth:.3g} TB/s a device ({machine.source})"
+    return f"{rates}; MFU {machine.mfu:g}, in forward passes too (on an H100 {share}; --mfu)"
 
 
 def _training_rows(found: Requirements) -> list[tuple[str, str]]:
@@ -421,9 +573,6 @@ def _training_rows(found: Requirements) -> list[tuple[str, str]]:
     tokens = found.data.tokens * found.epochs
     devices = found.machine.devices
     rate = f"{found.trained:,.0f} tokens/s on {devices} device{'s' * (devices > 1)}"
-    server = found.serving
-    needed = math.ceil(found.trained / server.rate)
-    online = f"{needed} server{'s' * (needed > 1)} more would keep {devices} devices fed"
     whole = f"{memory.gathered / GB:.3g} GB are gathered while they compute"
     split = f"weights, gradients and optimizer are divided over {devices} devices; {whole}"
     return [
@@ -433,10 +582,39 @@ def _training_rows(found: Requirements) -> list[tuple[str, str]]:
             "step",
             f"{memory.total / GB:.3g} GB a device, {found.training.length} tokens: {parts}",
         ),
-        ("training", f"{rate}, {_hours(tokens / found.trained)} for {found.epochs:g} epochs"),
+        ("training", f"{rate}, {duration(tokens / found.trained)} for {found.epochs:g} epochs"),
         *_side_by_side(found, memory.total),
-        *([("online", online)] if devices > 1 else []),
     ]
+
+
+def _timeline(found: Requirements) -> str:
+    "The stages in their order on all devices, each with what it takes."
+    stages, devices = found.stages, found.machine.devices
+    parts = ", then ".join(f"{name} {duration(seconds)}" for name, seconds in stages.items())
+    where = f"{devices} devices" if devices > 1 else "one device"
+    if len(stages) < 2:
+        return f"{parts} on {where}"
+    return f"{parts}: {duration(sum(stages.values()))} on {where}"
+
+
+def _online(found: Requirements) -> str:
+    "What training costs without files of features: the verifier computes them again in every epoch."
+    machine, server = found.machine, found.serving
+    if machine.devices > 1:
+        more = math.ceil(found.trained / server.rate)
+        return f"{more} server{'s' * (more > 1)} more would keep {machine.devices} devices fed"
+    assert found.training is not None
+    needed = server.weights + found.training.memory.total
+    if server.width > 1 or needed > machine.memory:
+        return (
+            f"verifier and step do not fit one device of {machine.memory / GB:.3g} GB: features need files, or a server"
+        )
+    stages = found.stages
+    both = stages["training"] + found.epochs * stages["features"]
+    files = stages["training"] + stages["features"]
+    return (
+        f"features made while it trains, step by step in turn: {duration(both)} in place of {duration(files)}, no files"
+    )
 
 
 def _side_by_side(found: Requirements, step: float) -> list[tuple[str, str]]:

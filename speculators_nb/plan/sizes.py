@@ -132,6 +132,17 @@ class DrafterSizes(NamedTuple):
     text: Any  # config of the draft layers, else of the verifier's language model
     layer: int = 0  # weights of the largest layer
     rest: int = 0  # trained weights outside of layers
+    muon_flops: int = 0  # of one update of the matrices by Muon
+
+
+def muon_flops(
+    rows: int,  # of a matrix
+    columns: int,
+) -> int:
+    """FLOPs of Muon's update of a matrix, in bfloat16: five Newton-Schulz iterations of three products
+    (torch.optim.Muon)."""
+    short, long = sorted((rows, columns))
+    return 5 * (4 * short**2 * long + 2 * short**3)
 
 
 def drafter_sizes(model: SpeculatorModel, info: VerifierInfo) -> DrafterSizes:
@@ -150,4 +161,5 @@ def drafter_sizes(model: SpeculatorModel, info: VerifierInfo) -> DrafterSizes:
         text=getattr(config, "transformer_layer_config", None) or text,
         layer=max((sum(w.numel() for w in group) for group in groups), default=0),
         rest=sum(w.numel() for w in model.parameters() if w.requires_grad and id(w) not in inside),
+        muon_flops=sum(muon_flops(*w.shape) for name, w in model.named_parameters() if kinds.get(name) == "hidden"),
     )

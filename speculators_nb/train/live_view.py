@@ -144,7 +144,7 @@ class StopRequest:
     "Whether somebody wants a run to end: by `set`, or by the kernel's Interrupt."
 
     def __init__(self):
-        self.wanted = False
+        self.wanted = self.interrupted = False
 
     def set(self, *_):
         "Stop after the step at hand."
@@ -152,6 +152,7 @@ class StopRequest:
 
     def _interrupted(self, *_):
         signal.signal(signal.SIGINT, self.before)  # the second one breaks off
+        self.interrupted = True
         self.set()
 
     def catch_interrupts(self):
@@ -233,6 +234,15 @@ def was_stopped(
     trainer: Trainer,  # any that has run
 ) -> bool:
     "Whether a run ended by a `StopRequest`, before its last step."
-    callbacks = trainer.callback_handler.callbacks
-    wanted = any(c.request.wanted for c in callbacks if isinstance(c, LiveView))
-    return wanted and trainer.state.global_step < trainer.state.max_steps
+    return trainer.state.global_step < trainer.state.max_steps and any(r.wanted for r in _requests(trainer))
+
+
+def was_interrupted(
+    trainer: Trainer,  # any that has run
+) -> bool:
+    "Whether it was stopped by an Interrupt, which is for the cells after this one too."
+    return was_stopped(trainer) and any(request.interrupted for request in _requests(trainer))
+
+
+def _requests(trainer):
+    return [c.request for c in trainer.callback_handler.callbacks if isinstance(c, LiveView)]

@@ -34,6 +34,7 @@ from ..nn.layers import check_layer_config, draft_layer_config
 from ..verifier.folders import check_output_dir, layout_of
 from ..verifier.identity import VerifierInfo
 from ..verifier.tapped_model import Verifier, default_aux_layer_ids
+from .live_view import was_interrupted
 from .trainer import Measure, SpeculatorTrainer, train
 
 log = logging.getLogger(__name__)
@@ -294,7 +295,9 @@ def train_drafter(
 ) -> SpeculatorTrainer:  # has run; its model is the best one and is saved in `output_dir`
     """Train a drafter on features. Errors: ValueError for a name that nothing takes, a folder
     that holds a drafter (`overwrite`, `resume_from_checkpoint`), features of another verifier
-    or of other layers; FloatingPointError for a loss or weights that are not finite."""
+    or of other layers; FloatingPointError for a loss or weights that are not finite;
+    KeyboardInterrupt, once the drafter is saved, where an Interrupt stopped the run in a
+    notebook: its next cells do not run."""
     drafter = {"draft_arch": draft_arch, "num_layers": num_layers, "seed": seed}
     vocabulary = {"draft_vocab_size": draft_vocab_size, "target_layer_ids": target_layer_ids}
     rows = {"eval_share": eval_share, "on_bad": on_bad, "trust_features": trust_features}
@@ -330,4 +333,6 @@ def train_drafter(
     t2d, d2t, saves = model.t2d, model.d2t, trainer.args.should_save and not trainer.done
     if t2d is not None and d2t is not None and saves:
         save_vocab_mapping(output_dir, t2d, d2t)
+    if was_interrupted(trainer):
+        raise KeyboardInterrupt(f"stopped at step {trainer.state.global_step}; {output_dir} has the drafter")
     return trainer

@@ -230,7 +230,7 @@ class SpeculatorTrainer(PackedLoaders, WholeCheckpoints):
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         "AdamW, or Muon and AdamW, over the trainable parameters."
         if self.optimizer is None:
-            args = self.args
+            args: Any = self.args
             self.optimizer = build_optimizer(
                 self.model if model is None else model,
                 args.optimizer,
