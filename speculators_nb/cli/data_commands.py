@@ -237,6 +237,7 @@ def features(
         write_provenance(output_dir, "features", record, {"verifier": verifier, "data": data}, **counts)
 
     if source == "vllm":
+        assert storage is not None  # or check_options refuses
         rows = _rows(data, open_tokenizer(verifier, trust_remote_code), max_length, max_samples)
         config = text_config(verifier_config(verifier))
         layers = [*aux_layer_ids, config.num_hidden_layers] if aux_layer_ids else None

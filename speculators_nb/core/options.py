@@ -388,7 +388,7 @@ def _is_set(value, default=None):
     return value is not None and value != [] and value != default
 
 
-def without_effect(command, name, other, why, default=0) -> Relation:
+def without_effect(command, name, other, why, default: Any = 0) -> Relation:
     "`name` is refused, unless it is not set or has its default, where `why` finds a fault in the value of `other`."
 
     def fails(values):
