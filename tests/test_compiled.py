@@ -15,7 +15,7 @@ from speculators_nb.nn.losses import LOSSES, Distribution, score_logits, score_r
 from speculators_nb.nn.token_loss import score_tokens
 
 CPU = torch.device("cpu")
-PARTS = {"rotated_queries", "rotated_keys", "after_attention", "gated"}  # of a layer
+PARTS = {"rotated_heads", "after_attention", "gated"}  # of a layer
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.mtp import MTPDraftModel
 from speculators_nb.models.mtp_native import extract_mtp, fuse_experts, split_experts, stitch_mtp
-from speculators_nb.models.mtp_network import MTPSpeculatorConfig, documents_of, mtp_supervision, prefix_rows
+from speculators_nb.models.mtp_rows import MTPSpeculatorConfig, documents_of, mtp_supervision, prefix_rows
 from speculators_nb.serve.vllm_contract import check_vllm_contract
 from speculators_nb.verifier.tapped_model import Verifier
 

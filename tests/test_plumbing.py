@@ -36,7 +36,6 @@ from speculators_nb.models import formats
 from speculators_nb.models import serving_rules as rules
 from speculators_nb.models.attached_verifier import generation_settings, resolve_verifier
 from speculators_nb.models.base import SpeculatorModel
-from speculators_nb.models.drafter_arguments import TrainingArguments
 from speculators_nb.models.eagle import EagleSpeculatorConfig
 from speculators_nb.models.formats_dflash import check_no_unknown_options
 from speculators_nb.models.formats_eagle import check_served_layer
@@ -360,7 +359,7 @@ def test_a_replay_takes_the_steps_of_decoding():
 # ---- formats, serving rules, arguments of drafters
 
 
-class Toy(TrainingArguments):
+class Toy(SpeculatorModel):
     config_class = SimpleNamespace(width=2, bias=False)
     config_arguments = ("bias",)
     training_defaults = {"bias": True, "steps": 4}

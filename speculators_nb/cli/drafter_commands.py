@@ -70,10 +70,15 @@ def _record_run(trainer, record, origin):
     args, folder = trainer.args, trainer.args.output_dir
     if not args.should_save or (trainer.done and provenance_path(folder).is_file()):
         return
-    ranks = dict(world_size=args.world_size)
-    ranks |= dict(gradient_accumulation_steps=args.gradient_accumulation_steps)
-    steps = trainer.state.global_step
-    write_provenance(folder, "train", record, origin, steps=steps, **ranks)
+    write_provenance(
+        folder,
+        "train",
+        record,
+        origin,
+        steps=trainer.state.global_step,
+        world_size=args.world_size,
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+    )
 
 
 def train(

@@ -128,6 +128,8 @@ def hub_access(**changes: Any) -> Iterator[HubAccess]:
     changes = {name: value for name, value in changes.items() if value is not None}
     if not isinstance(revision := changes.get("revision", ""), str):
         raise ValueError(f"revision={revision!r}: must be text, a branch, tag or commit")
+    if changes.get("force_download"):
+        changes["fetched"] = set()  # of what is inside, not around
     token = _ACCESS.set(replace(current_hub_access(), **changes))
     try:
         yield current_hub_access()

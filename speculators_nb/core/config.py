@@ -3,11 +3,12 @@ They are one `config.json`, and a serving engine needs nothing else. Checks of i
 
 import copy
 import inspect
+import json
 import os
 import re
 from functools import cache, partial
 from logging import getLogger
-from typing import Annotated, Any, ClassVar, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Self, get_args, get_origin
 
 import torch
 from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError, model_validator
@@ -16,15 +17,13 @@ from transformers.activations import ACT2FN
 
 import speculators_nb
 
-from .checkpoints import model_file
-from .files import NotSupported, atomic_write, read_object
+from .checkpoints import hub_access, model_file, push_errors
+from .files import NotSupported, atomic_write, check_folder, read_object
 from .options import RULES, OptionRule, installed_drafters, number, several, shown, whole
 from .registry import (
     ClassRegistryMixin,
     FieldError,
-    FoundOnHub,
     GreedyTokenProposalConfig,
-    PydanticNames,
     ReloadableBaseModel,
     TokenProposalConfig,
     explain,
@@ -269,11 +268,11 @@ class SpeculatorsConfig(ReloadableBaseModel):
 
 
 def _hints(cls: type) -> dict[str, Any]:
-    "The type of each field that `cls` and its bases down from DrafterFields declare."
+    "The type of each field that `cls` and its bases down from SpeculatorModelConfig declare."
     return {
         name: hint
         for base in reversed(cls.__mro__)
-        if issubclass(base, DrafterFields)
+        if issubclass(base, SpeculatorModelConfig)
         for name, hint in inspect.get_annotations(base, eval_str=True).items()
         if get_origin(hint) is not ClassVar
     }
@@ -341,9 +340,10 @@ def _class_of(config_dict) -> "type[SpeculatorModelConfig]":
 log = getLogger(__name__)
 
 
-class DrafterFields(PretrainedConfig):
-    """What every drafter's config has. Declared fields are checked whenever they are set; all
-    fields are written as config.json."""
+class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
+    """Base of all drafters' configs. Declared fields are checked whenever they are set; all
+    fields are written as config.json, and keys of a file that no field declares are kept. Two
+    configs are equal when they would write the same file."""
 
     speculators_config: SpeculatorsConfig | None = None
     speculators_model_type: str = ""
@@ -351,10 +351,16 @@ class DrafterFields(PretrainedConfig):
     tie_word_embeddings: bool = False
     has_no_defaults_at_init: ClassVar[bool] = True  # every field is written to the file
 
+    # packages whose modules register drafters; add your own: auto_package += ("mine",)
+    auto_package: ClassVar[str | tuple[str, ...] | None] = ("speculators_nb.models",)
+    registry_auto_discovery: ClassVar[bool] = True
+    schema_discriminator: ClassVar[str] = "speculators_model_type"
+    model_type: ClassVar[str] = "speculator_model"  # of transformers; in no config.json
+
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         # the dataclass decorator gives each subclass one that forgets undeclared keys
-        cls.__eq__ = DrafterFields.__eq__
+        cls.__eq__ = SpeculatorModelConfig.__eq__
 
     @classmethod
     def _checked(cls, name: str, value: Any) -> Any:
@@ -499,17 +505,6 @@ class DrafterFields(PretrainedConfig):
         "The verifier's vocabulary size."
         return self.sizes.vocab_size
 
-
-class SpeculatorModelConfig(PydanticNames, ClassRegistryMixin, FoundOnHub, DrafterFields):
-    """Base of all drafters' configs. Keys of a file that no field declares are kept. Two
-    configs are equal when they would write the same file."""
-
-    # packages whose modules register drafters; add your own: auto_package += ("mine",)
-    auto_package: ClassVar[str | tuple[str, ...] | None] = ("speculators_nb.models",)
-    registry_auto_discovery: ClassVar[bool] = True
-    schema_discriminator: ClassVar[str] = "speculators_model_type"
-    model_type: ClassVar[str] = "speculator_model"  # of transformers; in no config.json
-
     @classmethod
     def from_dict(
         cls,
@@ -549,6 +544,90 @@ class SpeculatorModelConfig(PydanticNames, ClassRegistryMixin, FoundOnHub, Draft
     def reload_schema() -> None:
         "Accept classes that registered since this module was imported: `reload_schemas`."
         reload_schemas()
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike,  # a drafter's folder or hub id
+        cache_dir: str | os.PathLike | None = None,  # of a hub id, as in `hub_access`
+        force_download: bool = False,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
+        revision: str | None = None,
+        **kwargs,  # passed on to transformers
+    ) -> Self:  # an object of the class that `speculators_model_type` names
+        """Read a drafter's config.json, and no other file. Errors: FileNotFoundError;
+        ValueError saying what the folder holds instead of a drafter."""
+        folder = name = pretrained_model_name_or_path
+        if os.path.isfile(name) and str(name).endswith(".json"):
+            folder, kwargs["_configuration_file"] = os.path.split(name)
+        if not os.path.exists(name):
+            with hub_access(
+                cache_dir=cache_dir,
+                token=token,
+                revision=revision,
+                local_files_only=local_files_only or None,
+                force_download=force_download or None,
+            ):
+                folder = model_file(name).parent
+        check_folder(folder, name)
+        return super().from_pretrained(folder, **kwargs)
+
+    def push_to_hub(
+        self,
+        repo_id: str,  # owner/model
+        **kwargs,  # passed on to transformers: token, private, revision, commit_message, …
+    ) -> Any:  # huggingface_hub's CommitInfo
+        "Upload config.json. Errors: OSError in one line: model, reason, remedy."
+        with push_errors(repo_id):
+            return super().push_to_hub(repo_id, **kwargs)
+
+    # pydantic's names; all values are plain JSON values when dumped
+    @classmethod
+    def model_validate(
+        cls,
+        obj: Any,  # a dictionary, or a config of this class; the class may name the type
+    ) -> Any:  # of this class or a registered subclass
+        """The config that a dictionary describes. Errors: TypeError for anything else;
+        ValueError for wrong values."""
+        if isinstance(obj, cls):
+            return obj
+        if not isinstance(obj, dict):
+            raise TypeError(f"{cls.__name__}.model_validate takes a dictionary, not {type(obj).__name__}")
+        own_type = getattr(cls, "speculators_model_type", "")
+        return cls.from_dict(({"speculators_model_type": own_type} if own_type else {}) | obj)
+
+    @classmethod
+    def model_validate_json(
+        cls,
+        json_data: str | bytes,  # the content of a config.json
+    ) -> Any:  # as `model_validate`
+        "The config that a JSON text describes."
+        return cls.model_validate(json.loads(json_data))
+
+    def model_dump(
+        self,
+        mode: str = "json",  # "json" or "python": the same values
+    ) -> dict[str, Any]:  # plain JSON values
+        "All fields as a plain dictionary."
+        return self.to_dict()
+
+    def model_dump_json(
+        self,
+        indent: int | None = None,  # spaces a level; None: one line
+    ) -> str:
+        "All fields as JSON."
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def model_copy(
+        self,
+        update: dict[str, Any] | None = None,  # field -> value, checked as when it is set
+    ) -> Self:
+        "A deep copy."
+        other = copy.deepcopy(self)
+        for name, value in (update or {}).items():
+            setattr(other, name, value)
+        return other
 
 
 def reload_schemas():

@@ -79,8 +79,8 @@ class LimitedBackend(httpcore.SyncBackend):
     "Makes connections that keep to `time_limit`."
 
     def connect_tcp(self, host, port, timeout=None, local_address=None, socket_options=None):
-        options = (local_address, socket_options)
-        return _LimitedStream(super().connect_tcp(host, port, _left(timeout), *options))
+        stream = super().connect_tcp(host, port, _left(timeout), local_address, socket_options)
+        return _LimitedStream(stream)
 
 
 def limited_transport(backend: httpcore.NetworkBackend | None = None, **given) -> httpx.HTTPTransport:

@@ -413,7 +413,6 @@ def plot_tree(
     path = {-1, *(int(i) for i in accepted)}
     deepest = max(depth.values())
     fig, ax = new_axes(1.1 + 1.15 * deepest, 0.9 + 0.42 * leaves)
-    centred = dict(ha="center", va="center")
     for node in order:
         kept = node in path
         if node >= 0:
@@ -424,15 +423,33 @@ def plot_tree(
             )
             ax.plot(x, y, zorder=1, **line)
             if weights is not None:
-                place = x @ [1 / 3, 2 / 3], y @ [1 / 3, 2 / 3]
+                third, height_there = x @ [1 / 3, 2 / 3], y @ [1 / 3, 2 / 3]
                 ground = dict(facecolor="white", edgecolor="none", pad=0.5)
                 text = f"{float(weights[node]):.2f}"
-                ax.text(*place, text, fontsize=7, zorder=2, bbox=ground, **centred)
+                ax.text(
+                    third,
+                    height_there,
+                    text,
+                    ha="center",
+                    va="center",
+                    fontsize=7,
+                    zorder=2,
+                    bbox=ground,
+                )
         box = dict(boxstyle="round,pad=0.3", edgecolor="none")
         box["facecolor"] = fill if kept else "#eeeeee"
         colour = "white" if kept else "#222222"
-        style = dict(fontsize=9, zorder=3, color=colour, bbox=box, **centred)
-        ax.text(depth[node], height[node], texts[node], **style)
+        ax.text(
+            depth[node],
+            height[node],
+            texts[node],
+            ha="center",
+            va="center",
+            fontsize=9,
+            zorder=3,
+            color=colour,
+            bbox=box,
+        )
     ax.set(xticks=range(deepest + 1), yticks=[])
     ax.set(xlim=(-0.4, deepest + 0.5), ylim=(leaves - 0.4, -0.6))
     ax.spines["left"].set_visible(False)

@@ -2,20 +2,16 @@
 Their main use: proposal methods, which say how many tokens to draft and how to verify them (greedy, sampling,
 static tree, dynamic tree)."""
 
-import copy
 import importlib
-import json
-import os
 import pkgutil
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
 
-from .checkpoints import hub_access, model_file, push_errors
-from .files import NotSupported, check_folder
+from .files import NotSupported
 from .options import shown
 from .options import MOST_DRAFTED
 
@@ -218,63 +214,6 @@ class PydanticClassRegistryMixin(ReloadableBaseModel, ClassRegistryMixin):
         )
 
 
-class PydanticNames:
-    """Pydantic's names for a config that has `from_dict` and `to_dict`. Values are checked as
-    there; all of them are plain JSON values when dumped."""
-
-    if TYPE_CHECKING:
-
-        @classmethod
-        def from_dict(cls, config_dict: dict[str, Any]) -> Any: ...
-
-        def to_dict(self) -> dict[str, Any]: ...
-
-    @classmethod
-    def model_validate(
-        cls,
-        obj: Any,  # a dictionary, or a config of this class; the class may name the type
-    ) -> Any:  # of this class or a registered subclass
-        "The config that a dictionary describes. Errors: TypeError for anything else; ValueError for wrong values."
-        if isinstance(obj, cls):
-            return obj
-        if not isinstance(obj, dict):
-            raise TypeError(f"{cls.__name__}.model_validate takes a dictionary, not {type(obj).__name__}")
-        own_type = getattr(cls, "speculators_model_type", "")
-        return cls.from_dict(({"speculators_model_type": own_type} if own_type else {}) | obj)
-
-    @classmethod
-    def model_validate_json(
-        cls,
-        json_data: str | bytes,  # the content of a config.json
-    ) -> Any:  # as `model_validate`
-        "The config that a JSON text describes."
-        return cls.model_validate(json.loads(json_data))
-
-    def model_dump(
-        self,
-        mode: str = "json",  # "json" or "python": the same values
-    ) -> dict[str, Any]:  # plain JSON values
-        "All fields as a plain dictionary."
-        return self.to_dict()
-
-    def model_dump_json(
-        self,
-        indent: int | None = None,  # spaces a level; None: one line
-    ) -> str:
-        "All fields as JSON."
-        return json.dumps(self.to_dict(), indent=indent)
-
-    def model_copy(
-        self,
-        update: dict[str, Any] | None = None,  # field -> value, checked as when it is set
-    ) -> Self:
-        "A deep copy."
-        other = copy.deepcopy(self)
-        for name, value in (update or {}).items():
-            setattr(other, name, value)
-        return other
-
-
 MOST_WIDE = 1024  # children of a node
 
 
@@ -351,42 +290,3 @@ class DynamicTreeTokenProposalConfig(TokenProposalConfig):
         default=10, ge=1, le=MOST_WIDE, description="Nodes expanded at each level, and children tried for each."
     )
     depth: int = Field(default=6, ge=1, le=MOST_DRAFTED, description="Draft tokens on the longest path.")
-
-
-class FoundOnHub:
-    "Reads a drafter's config from a folder or a hub; mixed into a transformers config."
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: str | os.PathLike,  # a drafter's folder or hub id
-        cache_dir: str | os.PathLike | None = None,  # of a hub id, as in `hub_access`
-        force_download: bool = False,
-        local_files_only: bool = False,
-        token: str | bool | None = None,
-        revision: str | None = None,
-        **kwargs,  # passed on to transformers
-    ) -> Self:  # an object of the class that `speculators_model_type` names
-        """Read a drafter's config.json, and no other file. Errors: FileNotFoundError;
-        ValueError saying what the folder holds instead of a drafter."""
-        folder = name = pretrained_model_name_or_path
-        if os.path.isfile(name) and str(name).endswith(".json"):
-            folder, kwargs["_configuration_file"] = os.path.split(name)
-        if not os.path.exists(name):
-            access = dict(cache_dir=cache_dir, token=token, revision=revision)
-            access["local_files_only"] = local_files_only or None
-            if force_download:
-                access |= dict(force_download=True, fetched=set())
-            with hub_access(**access):
-                folder = model_file(name).parent
-        check_folder(folder, name)
-        return super().from_pretrained(folder, **kwargs)  # type: ignore[misc] (a mixin)
-
-    def push_to_hub(
-        self,
-        repo_id: str,  # owner/model
-        **kwargs,  # passed on to transformers: token, private, revision, commit_message, …
-    ) -> Any:  # huggingface_hub's CommitInfo
-        "Upload config.json. Errors: OSError in one line: model, reason, remedy."
-        with push_errors(repo_id):
-            return super().push_to_hub(repo_id, **kwargs)  # type: ignore[misc] (a mixin)

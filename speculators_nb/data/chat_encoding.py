@@ -238,8 +238,9 @@ def encode_batch(
 ) -> list[Rows | Exception]:  # (input_ids int32 [n], loss_mask bool [n]) per row, or the error
     """Token ids and loss masks, tokenised together. The error of a bad conversation is in its
     place."""
-    how = (template, rows, first, vocab_size, trained)
-    out: list[Any] = [_render(row, *how) for row in conversations]
+    out: list[Any] = [
+        _render(row, template, rows, first, vocab_size, trained) for row in conversations
+    ]
     rendered = [made for made in out if isinstance(made, _Rendered)]
     texts = [text for made in rendered for text, _ in made.parts]
     encodings = iter(_tokens(template, texts, first))

@@ -72,8 +72,16 @@ def _encode(batch, encoder):
     first = settings.max_length + 1
     with_pictures = [_has_pictures(row, encoder) for _, row in batch]
     text = [row for (_, row), pictured in zip(batch, with_pictures) if not pictured]
-    how = (settings.rows, first, vocab_size, settings.trained)
-    encoded = iter(encode_batch(text, template, *how))
+    encoded = iter(
+        encode_batch(
+            text,
+            template,
+            rows=settings.rows,
+            first=first,
+            vocab_size=vocab_size,
+            trained=settings.trained,
+        )
+    )
     out = []
     for (where, row), pictured in zip(batch, with_pictures):
         rows = _encode_pictures(row, encoder) if pictured else next(encoded)
@@ -100,8 +108,7 @@ def _encode_pictures(row, encoder):
     try:
         messages = resolve_images(row, **pictures)
         first = settings.max_length + 1
-        how = (settings.rows, first, settings.trained)
-        rows = encode_images(messages, template, tools, *how)
+        rows = encode_images(messages, template, tools, rows=settings.rows, first=first, trained=settings.trained)
         for ids, *_ in rows:
             check_ids(ids, encoder.vocab_size)
         made = Rows((*made_row, tools) for made_row in rows)

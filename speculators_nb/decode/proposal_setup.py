@@ -43,8 +43,8 @@ def grow_tree(
         paths = [path for path in method if len(path) <= depth]
         return shaped_tree(log_probs, paths, sampling)
     if isinstance(method, StaticTreeTokenProposalConfig):
-        factors = method.initial_branching_factor, method.branching_factor
-        return static_tree(log_probs, *factors, depth, sampling)
+        first, later = method.initial_branching_factor, method.branching_factor
+        return static_tree(log_probs, first, later, depth, sampling)
     tree, _ = dynamic_tree(log_probs, method.expansion_factor, depth, method.speculative_tokens)
     return tree
 

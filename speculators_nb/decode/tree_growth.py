@@ -232,8 +232,9 @@ def independent_log_probs(
     by_depth = pad(log_probs, (0, 0, 0, 1), value=-torch.inf)
 
     def next_log_probs(nodes, tokens, parents):
-        there = dict(device=by_depth.device, dtype=torch.long, non_blocking=True)
-        up, parents = (x.to(**there) for x in (nodes, parents))
+        up, parents = (
+            x.to(by_depth.device, torch.long, non_blocking=True) for x in (nodes, parents)
+        )
         parent_of = pad(parents, (0, 1), value=-1)  # of -1 too
         depth = torch.zeros_like(up)
         for _ in range(len(log_probs)):

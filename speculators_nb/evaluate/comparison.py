@@ -100,25 +100,24 @@ def _engine_tables(generations, k, limit, domains, seed, key):
     counts = np.stack([as_engine_counts(g, k, limit) for g in generations])
     texts = [g.tokens[:limit] for g in generations]
     domain_of = np.array(domains or ["all"] * len(texts), dtype=object)
-    setting = dict(k=k, concurrency=1)
-
     summary = []
     for domain in ["all", *dict.fromkeys(domains or ())]:
         own = np.flatnonzero((domain_of == domain) | (domain == "all"))
         written = sum(len(texts[i]) for i in own)
         sizes = [len(own), written, written - len(own), max(counts[own, 0].sum(), 1)]
         found = acceptance_summary(counts[own], k, seed=seed, sizes=sizes)
-        summary.append({**key, "domain": domain, **found, **setting})
+        summary.append({**key, "domain": domain, **found, "k": k, "concurrency": 1})
 
     table = acceptance_table(counts, k, seed=seed)
-    positions = table.assign(**key, **setting)[[*key, *table.columns, *setting]]
+    positions = table.assign(**key, k=k, concurrency=1)
+    positions = positions[[*key, *table.columns, "k", "concurrency"]]
 
     requests = []
     for i, (text, row) in enumerate(zip(texts, counts)):
         request = dict(prompt=i, domain=domain_of[i], tokens=len(text), token_ids=text)
         request |= dict(zip(("steps", "drafts", "proposed", "accepted"), row))
         request["accepted_at"] = row[len(COUNTS) :].tolist()
-        requests.append({**key, **setting, **request})
+        requests.append({**key, "k": k, "concurrency": 1, **request})
     return pd.DataFrame(summary), positions, pd.DataFrame(requests)
 
 # %% ../../nbs/evaluate/04_comparison.ipynb #778eafc2
@@ -222,9 +221,13 @@ def read_any_run(
     if isinstance(run, EngineEvaluation):
         return run
     # in process: K is the number of positions, requests come one at a time
-    setting = dict(k=int(run.positions.position.max()), concurrency=1)
-    tables = [table.assign(**setting) for table in (run.summary, run.positions, run.requests)]
-    return EngineEvaluation(tables[0], tables[1], pd.DataFrame(), tables[2])
+    k = int(run.positions.position.max())
+    return EngineEvaluation(
+        summary=run.summary.assign(k=k, concurrency=1),
+        positions=run.positions.assign(k=k, concurrency=1),
+        performance=pd.DataFrame(),
+        requests=run.requests.assign(k=k, concurrency=1),
+    )
 
 
 def _is_in_process(run) -> bool:
@@ -239,11 +242,14 @@ def _read_in_process(folder) -> EngineEvaluation:
     "A saved `Evaluation`, with the columns of an engine's run."
     folder = Path(folder)
     positions = read_table(folder / "positions.csv", k=1, concurrency=1)
-    setting = dict(k=int(positions.position.max()), concurrency=1)
+    k = int(positions.position.max())
     file = folder / "requests.csv"  # not in folders of older releases
-    requests = read_table(file, **setting) if file.is_file() else pd.DataFrame()
-    summary = read_table(folder / "summary.csv", **setting)
-    return EngineEvaluation(summary, positions.assign(**setting), pd.DataFrame(), requests)
+    return EngineEvaluation(
+        summary=read_table(folder / "summary.csv", k=k, concurrency=1),
+        positions=positions.assign(k=k, concurrency=1),
+        performance=pd.DataFrame(),
+        requests=read_table(file, k=k, concurrency=1) if file.is_file() else pd.DataFrame(),
+    )
 
 # %% ../../nbs/evaluate/04_comparison.ipynb #21114ca3
 def compare_runs(

@@ -239,9 +239,11 @@ def read_prompts(
 # %% ../../nbs/evaluate/05_prompts.ipynb #evpr0021
 def _rendered(prompt: Prompt, tokenizer: Any) -> list[int]:
     "A prompt of messages by the chat template. Errors: ValueError where the template fails."
-    options = dict(tools=prompt.tools, add_generation_prompt=True, return_dict=True)
     try:
-        return tokenizer.apply_chat_template(prompt.messages, **options)["input_ids"]
+        encoding = tokenizer.apply_chat_template(
+            prompt.messages, tools=prompt.tools, add_generation_prompt=True, return_dict=True
+        )
+        return encoding["input_ids"]
     except Exception as e:  # a template may raise anything
         what = " ".join(f"{type(e).__name__}: {e}".split())[:200]
         raise ValueError(

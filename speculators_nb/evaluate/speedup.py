@@ -91,9 +91,10 @@ def batch_verify(
     active: int = 1,
 ) -> list[float]:  # of 1, 2, … k+1 tokens a request, in the batch's plain passes
     "`verify` of `speedups` at a batch size."
-    moe = expert_share, experts, active
-    plain = pass_cost(batch, ridge, *moe)
-    return [pass_cost(batch * n, ridge, *moe) / plain for n in range(1, k + 2)]
+    costs = [
+        pass_cost(batch * n, ridge, expert_share, experts, active) for n in range(1, k + 2)
+    ]
+    return [cost / costs[0] for cost in costs]
 
 
 def draft_schedule(

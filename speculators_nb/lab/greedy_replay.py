@@ -36,8 +36,7 @@ def greedy_answers(
     "Answer every prompt, and keep what drafters read."
     taps, found = HiddenStates(verifier.aux_layer_ids), []
     for prompt in prompts:
-        options = dict(max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids)
-        written = _decoded(verifier, taps, prompt, **options).tokens
+        written = _decoded(verifier, taps, prompt, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids).tokens
         more = _decoded(verifier, taps, [*prompt, *written], max_new_tokens=beyond + 1)
         states = cast(torch.Tensor, more.hidden_states)  # `taps` keeps them
         found.append(Answer(prompt, written, more.tokens, states, max_new_tokens))

@@ -192,9 +192,9 @@ class AttachableVerifier(TrainingTimeTest):
         self.verifier_attachment_mode = "detached"
 
     def _borrow(self, parts, head):
-        like = dict(device=self.device, dtype=self.dtype)
-        self.embed_tokens = nn.Embedding.from_pretrained(parts["embeddings"].to(**like))
-        rows = nn.Parameter(parts["head"].to(**like), requires_grad=False)
+        embeddings = parts["embeddings"].to(self.device, self.dtype)
+        self.embed_tokens = nn.Embedding.from_pretrained(embeddings)
+        rows = nn.Parameter(parts["head"].to(self.device, self.dtype), requires_grad=False)
         self.lm_head = nn.Linear(*rows.shape[::-1], bias=False, device="meta")
         self.lm_head.weight = rows
         head.load(parts | {"head": rows})

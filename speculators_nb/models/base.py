@@ -9,6 +9,8 @@ __all__ = ['log', 'FOREIGN', 'ForwardOutput', 'read_foreign_drafter', 'stored_co
            'verify_training_compatible', 'SpeculatorModel']
 
 # %% ../../nbs/models/02_base.ipynb #c6ed54a6
+import copy
+import inspect
 import logging
 import os
 from collections.abc import Callable
@@ -16,7 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
 
 import torch
-from transformers import PretrainedConfig
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
 
 from speculators_nb.core.checkpoints import (
     hub_access,
@@ -25,14 +28,34 @@ from speculators_nb.core.checkpoints import (
     push_errors,
     read_state,
     resolve_checkpoint,
+    save_tensors,
 )
-from ..core.config import SpeculatorModelConfig, import_models
-from ..core.files import read_object
-from ..core.options import REGISTERED, shown
+from ..core.config import SpeculatorModelConfig, SpeculatorsConfig, import_models
+from ..core.files import NotSupported, read_object
+from ..core.options import REGISTERED, check_options, shown
 from ..core.registry import ClassRegistryMixin
-from .draft_network import DraftNetwork, WrongKind, check_kind
-from .drafter_arguments import TrainingArguments
+from speculators_nb.models.draft_network import (
+    WrongKind,
+    adopt_upstream_names,
+    check_batch,
+    check_kind,
+    check_names_and_shapes,
+    check_parts,
+    check_shape,
+    check_values,
+    unset,
+)
+from .drafter_arguments import check_whole_vocabulary
 from .serving_rules import Rule
+from ..nn.draft_vocabulary import check_vocab_mapping, draft_to_verifier
+from ..nn.losses import parse_loss
+from speculators_nb.nn.target_head import (
+    TargetHead,
+    target_head_for,
+    text_config,
+    verifier_config,
+)
+from ..verifier.parts import load_verifier_tensors
 
 # %% ../../nbs/models/02_base.ipynb #8d0db1fa
 _Class = TypeVar("_Class")
@@ -110,8 +133,8 @@ def without_mismatched(
     mine = model.state_dict()
     other = [n for n, w in state.items() if n in mine and mine[n].shape != w.shape]
     for name in other:
-        shapes = tuple(state[name].shape), tuple(mine[name].shape)
-        log.warning("%s: %s is %s, the model's is %s: made anew", path, name, *shapes)
+        stored, needed = tuple(state[name].shape), tuple(mine[name].shape)
+        log.warning("%s: %s is %s, the model's is %s: made anew", path, name, stored, needed)
     fresh = {n: mine[n] for n in other if n not in model.from_verifier}
     return {n: w for n, w in state.items() if n not in other} | fresh
 
@@ -207,52 +230,211 @@ def verify_training_compatible(model: Any) -> None:
         )
 
 # %% ../../nbs/models/02_base.ipynb #89eae6b9
-class SpeculatorModel(TrainingArguments, ClassRegistryMixin, DraftNetwork):
-    """Base of all drafters.
+class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
+    """Base of all drafters: the verifier's embedding and head, its final norm, and the draft
+    vocabulary; where these come from, how a checkpoint is written, checked and found by name,
+    and how a fresh drafter is made of training arguments.
 
     A subclass registers under its `speculators_model_type`, names its `config_class`, and gives
-    `layers`, `forward`, `shift` and `drafter`, and what differs in `TrainingArguments` (the
+    `layers`, `forward`, `shift` and `drafter`, and those of the following that differ (the
     contracts of docs/architecture.md)."""
+
+    config_class: type[SpeculatorModelConfig] = SpeculatorModelConfig
+    own_heads = False  # True: own heads, and only the verifier's final norm
+    several_rows = False  # True: trains on a batch of texts too, not on one packed row alone
+    # prefixes of parameters whose matrices are hidden ones to an optimizer, tables among them
+    hidden_matrices: tuple[str, ...] = ()
+    not_saved = ("target_head.",)  # prefixes of what a checkpoint leaves out
+    # needed to draft; may be absent from a checkpoint: the verifier has them
+    from_verifier = "embed_tokens.weight", "lm_head.weight"
+
+    # training arguments
+    training_forward = "forward"  # the method whose keyword-only parameters are arguments
+    forward_names = {"loss_fn": "loss_config"}  # argument -> its name in `forward`
+    config_arguments: tuple[str, ...] = ()  # config fields that are arguments
+    # those that differ from `forward`'s and the config's
+    training_defaults: dict[str, Any] = {}
+    drafted_by = ""  # the argument that says how many tokens a serving engine drafts
+    # fields of a batch that decide shapes: a trainer leaves them on the host, where `forward`
+    # reads them without a wait for the device
+    read_on_host: tuple[str, ...] = ()
+    lab_arguments: dict[str, Any] = {}  # what `lab.experiment` gives besides, e.g. sizes
+    whole_vocabulary = ""  # why the draft vocabulary is the verifier's; "": it may be smaller
+    fixed_layers = ""  # why the draft layers cannot be chosen; "": they can
+    verify_training_compatible = staticmethod(verify_training_compatible)
 
     served_as: tuple[str, bool]  # vLLM's method, and whether it drafts all tokens in parallel
     serving_rules: tuple[Rule, ...] = ()  # what vLLM would refuse, see `models.serving_rules`
-    verify_training_compatible = staticmethod(verify_training_compatible)
 
-    if TYPE_CHECKING:
+    # of transformers
+    supports_gradient_checkpointing = True
+    base_model_prefix = ""
+    main_input_name = "input_ids"
+
+    if TYPE_CHECKING:  # attributes that `__init__` or a subclass makes, for type checkers
+        embed_tokens: nn.Embedding  # [V, H]; None with `own_heads`
+        lm_head: nn.Linear  # [Vd, H]; None with `own_heads`
+        verifier_layers: Any  # int; None: no verifier's weights yet
+        t2d: torch.Tensor | None  # [V] bool; None: the whole vocabulary
+        d2t: torch.Tensor | None  # [Vd] int64
         shift: Any  # a function of one sample, or None
 
         def drafter(self, *args: Any, **kwargs: Any) -> Any: ...  # a Drafter
 
-    @classmethod
-    def registered_classes(cls) -> dict[str, type]:  # name -> class
-        "All drafters, the package's own and those of discovered packages."
-        import_models()
-        return super().registered_classes()
+        def to(self, *args: Any, **kwargs: Any) -> Self: ...
 
-    @classmethod
-    def registered_class(
-        cls,
-        name: str,  # a speculators_model_type
-    ) -> type:  # the SpeculatorModel subclass
-        """Which class registered under a name; the package's own are imported on first
-        use. Errors: ValueError listing the known ones."""
-        if name not in SpeculatorModel.registry:
-            import_models()
-        return super().registered_class(name)
-
-    @staticmethod
-    def registered_model_class_from_config(
-        config: SpeculatorModelConfig,
-    ) -> type:  # the SpeculatorModel subclass
-        "Which class a config belongs to. Errors: WrongKind for what is no drafter's config."
+    def __init__(self, config: SpeculatorModelConfig):
         check_kind(config)
-        import_models()
-        name, kind = config.speculators_model_type, type(config)
-        if name not in SpeculatorModel.registry:
-            of_config = (c for c in SpeculatorModel.registry.values() if c.config_class is kind)
-            if (found := next(of_config, None)) is not None:  # a model of another name
-                return found
-        return SpeculatorModel.registered_class(name)
+        super().__init__(config)
+        v, h = config.sizes.vocab_size, config.sizes.hidden_size
+        vd = getattr(config, "draft_vocab_size", v)
+        if vd > v:
+            raise ValueError(
+                f"draft_vocab_size: {vd} is larger than the verifier's vocabulary of {v}; "
+                f"choose at most {v}"
+            )
+        self.embed_tokens = self.lm_head = None  # type: ignore[assignment] (see the class)
+        if not self.own_heads:
+            self.embed_tokens = nn.Embedding(v, h, _weight=torch.full((v, h), float("nan")))
+            trained = bool(getattr(config, "embed_requires_grad", False))
+            self.embed_tokens.weight.requires_grad_(trained)
+            self.lm_head = nn.Linear(h, vd, bias=False, device="meta")
+            self.lm_head.weight = unset(vd, h)
+        reduced = vd < v
+        self.register_buffer("t2d", torch.zeros(v, dtype=torch.bool) if reduced else None)
+        self.register_buffer("d2t", torch.zeros(vd, dtype=torch.int64) if reduced else None)
+        self.target_head = target_head_for(config)
+        self.verifier_layers = None  # n; its last state enters "layer n"
+        self.register_load_state_dict_pre_hook(adopt_upstream_names)
+        self.register_forward_pre_hook(check_batch, with_kwargs=True)
+
+    def _init_weights(self, module):
+        if isinstance(module, nn.Linear) and module is not self.lm_head:
+            module.weight.data.normal_(0, getattr(self.config.sizes, "initializer_range", 0.02))
+            if module.bias is not None:
+                module.bias.data.zero_()
+
+    def gradient_checkpointing_enable(
+        self,
+        gradient_checkpointing_kwargs: dict[str, Any] | None = None,  # of torch's `checkpoint`
+        **options: Any,  # every_n_layers and offload of newer versions of transformers
+    ) -> None:
+        """From now on layers are computed again on the way back. Errors: ValueError for the
+        reentrant way, whose gradients would be wrong."""
+        if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+            raise ValueError(
+                "gradient_checkpointing_kwargs: use_reentrant=True loses the gradients of keys "
+                "and values that later steps read; leave it out"
+            )
+        super().gradient_checkpointing_enable(gradient_checkpointing_kwargs, **options)
+
+    def enable_input_require_grads(self) -> None:
+        "Nothing: only the reentrant way needs inputs that require a gradient."
+
+    @property
+    def hidden_size(self) -> int:  # H
+        "The width of the verifier's hidden states."
+        return self.config.sizes.hidden_size
+
+    @property
+    def verifier_vocab_size(self) -> int:  # V
+        "The verifier's vocabulary size."
+        return self.config.target_vocab_size
+
+    @property
+    def target_vocab_size(self) -> int:  # V
+        "The verifier's vocabulary size."
+        return self.config.target_vocab_size
+
+    @property
+    def draft_vocab_size(self) -> int:  # Vd
+        "How many tokens the drafter can draft."
+        return getattr(self.config, "draft_vocab_size", self.verifier_vocab_size)
+
+    @property
+    def use_draft_vocab(self) -> bool:
+        "Whether the draft vocabulary is smaller than the verifier's."
+        return self.draft_vocab_size < self.verifier_vocab_size
+
+    @property
+    def target_layer_ids(self) -> list[int] | None:  # None: the config does not say
+        """The verifier's layers whose hidden states are read; a drafter without such a field
+        reads the state before the final norm, which enters layer n."""
+        fields = vars(self.config)
+        named = [name for name in fields if name.endswith("aux_hidden_state_layer_ids")]
+        if named:
+            return fields[named[0]]
+        return None if self.verifier_layers is None else [self.verifier_layers]
+
+    @property
+    def verifier_norm(self) -> nn.Module:
+        "The verifier's final norm, of the target head."
+        return self.target_head.norm
+
+    @property
+    def verifier_lm_head(self) -> nn.Linear | None:  # [Vd, H]; None: no verifier's rows yet
+        "The target head's rows as a layer; scale and soft-cap are `target_head.finish`'s."
+        rows = self.target_head.weight
+        if rows is None:
+            return None
+        head = nn.Linear(*rows.shape[::-1], bias=False, device="meta")
+        head.weight = rows
+        return head
+
+    # the verifier's part
+
+    def to_verifier(
+        self, ids: torch.Tensor
+    ) -> torch.Tensor:  # draft ids [...] -> verifier ids [...]
+        "The verifier's ids of draft ids."
+        return draft_to_verifier(ids, self.d2t)
+
+    def load_vocab_mappings(
+        self,
+        t2d: torch.Tensor | None,  # [V] bool: which verifier ids are in the draft vocabulary
+        d2t: torch.Tensor | None,  # [Vd] int64: verifier id minus draft id
+    ):
+        """Set the draft vocabulary. Both or neither; neither only where the draft vocabulary is
+        the verifier's. Errors: ValueError (see `draft_vocabulary.check_vocab_mapping`)."""
+        check_vocab_mapping(t2d, d2t, self.target_vocab_size, self.config.draft_vocab_size)
+        for own, given in ((self.t2d, t2d), (self.d2t, d2t)):
+            if own is not None and given is not None:
+                own.copy_(given)
+
+    def load_verifier_weights(
+        self,
+        verifier: str | os.PathLike | None = None,  # folder or hub id; None: the config's
+    ):
+        """Borrow embedding, head rows and final norm. What a checkpoint has loaded already
+        stays. Errors: ValueError for a verifier of another shape, or where none is named."""
+        source = verifier or self.config.verifier_name
+        config = verifier_config(source)
+        text = text_config(config)
+        check_shape(self, source, text.hidden_size)
+        parts = load_verifier_tensors(source, self.t2d)
+        check_parts(self, source, parts)
+        head = TargetHead.from_config(config).to(self.device)
+        self._borrow(parts, head)
+        self.target_head = head
+        self.verifier_layers = text.num_hidden_layers
+
+    def _borrow(self, parts, head):
+        """Embedding and head rows where the checkpoint had none; one copy of the head where
+        drafter and verifier agree."""
+        if self.own_heads:
+            return head.load_norm(parts)
+        borrowed = [
+            (self.embed_tokens.weight, parts["embeddings"]),
+            (self.lm_head.weight, parts["head"]),
+        ]
+        with torch.no_grad():
+            for weight, value in borrowed:
+                if weight[0, 0].isnan():
+                    weight.copy_(value)
+        rows = parts["head"].to(self.lm_head.weight)
+        if torch.equal(self.lm_head.weight, rows):
+            rows = self.lm_head.weight
+        head.load(parts | {"head": rows})
 
     def _find_verifier(self, path, verifier):
         "Borrow from the verifier: the given one, or where it can be had the config's."
@@ -277,49 +459,59 @@ class SpeculatorModel(TrainingArguments, ClassRegistryMixin, DraftNetwork):
                 f"folder or hub id ({reason})"
             )
 
-    @classmethod
-    def _found(cls, path, config, state, verifier, use_safetensors):
-        "Config and tensors, as they are stored; a foreign checkpoint is converted."
-        foreign = None
-        if verifier and path is not None and config is None and state is None:
-            foreign = read_foreign_drafter(path, verifier)
-        if foreign is not None:
-            return foreign
-        config = stored_config(path, config)
-        if state is not None:
-            return config, state
-        if path is None:
-            raise ValueError(
-                f"from_pretrained got a {type(config).__name__} alone; give the path or the "
-                "state_dict of a drafter too, or make a fresh one by its class: Class(config)"
-            )
-        return config, stored_state(path, use_safetensors)
+    # checkpoints
 
-    @classmethod
-    def _class_for(cls, path, config):
-        "The class of a config. Errors: ValueError where it is no `cls`."
-        klass = cls.registered_model_class_from_config(config)
-        if not issubclass(klass, cls):
-            raise ValueError(
-                f"{str(path)!r} is a {klass.__name__}, not a {cls.__name__}; use "
-                "SpeculatorModel.from_pretrained"
-            )
-        return klass
+    def check_state(
+        self,
+        state: dict[str, torch.Tensor],  # as a checkpoint holds them
+        path: str | os.PathLike | None,  # of the checkpoint, for messages
+    ):
+        """Raise ValueError, naming the tensors, unless a state dict has all that this model
+        needs in the right shapes, finite, with one vocabulary, and nothing else."""
+        mine = {n: w for n, w in self.state_dict().items() if not n.startswith(self.not_saved)}
+        ignored = ("verifier_", *self.not_saved)
+        theirs = {n: w for n, w in state.items() if not n.startswith(ignored)}
+        check_names_and_shapes(mine, theirs, self.from_verifier, path)
+        check_values(mine, theirs, path)
+        if "t2d" in mine:
+            V, Vd = self.target_vocab_size, self.config.draft_vocab_size
+            try:
+                check_vocab_mapping(state["t2d"], state["d2t"], V, Vd)
+            except ValueError as e:
+                raise ValueError(f"checkpoint {str(path)!r}: {e}") from None
 
-    @classmethod
-    def for_verifier(
-        cls,
-        config: SpeculatorModelConfig,  # of the new drafter; it names the verifier
-        t2d: torch.Tensor | None = None,  # [V] bool and
-        d2t: torch.Tensor | None = None,  # [Vd], for a reduced draft vocabulary
-    ) -> Self:  # with the verifier's weights, ready to train
-        """A fresh drafter. Errors: ValueError for a reduced draft vocabulary without its
-        mapping, or a verifier of another shape."""
-        model = cls(config)
-        if t2d is not None or d2t is not None or model.t2d is not None:
-            model.load_vocab_mappings(t2d, d2t)
-        model.load_verifier_weights()
-        return model
+    def _fill(self, state, path):
+        "Load a state dict, all of it or an error that names what does not fit."
+        self.check_state(state, path)
+        self.load_state_dict(state, strict=False)
+
+    def saved_state(
+        self, state_dict: dict[str, torch.Tensor] | None = None
+    ) -> dict[str, torch.Tensor]:
+        "What a checkpoint holds: everything but the verifier's."
+        state = state_dict or self.state_dict()
+        return {n: w for n, w in state.items() if not n.startswith(self.not_saved)}
+
+    def save_pretrained(
+        self,
+        save_directory: str | os.PathLike,  # made if absent
+        state_dict: dict | None = None,  # instead of the model's own (gathered by a trainer)
+        dtype: torch.dtype | None = None,  # of the stored floating tensors; None: as they are
+        **kwargs,  # accepted from transformers.Trainer, without effect
+    ):
+        "Write model.safetensors, then config.json, each atomically, and nothing else."
+        folder = Path(save_directory)
+        state = {}
+        for name, weight in self.saved_state(state_dict).items():
+            if dtype and weight.is_floating_point():
+                weight = weight.to(dtype)
+            state[name] = weight.detach().cpu().contiguous()
+        kind = type(self).__name__.removeprefix("FSDP")  # as torch names sharded models
+        if kind not in (self.config.architectures or ()):
+            self.config.architectures = [kind]
+        self.config.dtype = dtype or self.dtype
+        save_tensors(state, folder / "model.safetensors", metadata={"format": "pt"})
+        self.config.save_pretrained(folder)
 
     @classmethod
     def from_pretrained(
@@ -353,11 +545,13 @@ class SpeculatorModel(TrainingArguments, ClassRegistryMixin, DraftNetwork):
         wanted = requested_dtype(dtype or torch_dtype, None)
         if not weights_only:
             raise ValueError("weights_only=False: would run code of the checkpoint; leave it")
-        access = dict(cache_dir=cache_dir, token=token, revision=revision)
-        access["local_files_only"] = local_files_only or None
-        if force_download:
-            access |= dict(force_download=True, fetched=set())
-        with hub_access(**access):
+        with hub_access(
+            cache_dir=cache_dir,
+            token=token,
+            revision=revision,
+            local_files_only=local_files_only or None,
+            force_download=force_download or None,
+        ):
             config, state = cls._found(path, config, state_dict, verifier, use_safetensors)
             klass = cls._class_for(path, config)
             if ignore_mismatched_sizes and t2d is not None and d2t is not None:
@@ -372,10 +566,221 @@ class SpeculatorModel(TrainingArguments, ClassRegistryMixin, DraftNetwork):
         return (model if device is None else model.to(device)).eval()
 
     @classmethod
+    def _found(cls, path, config, state, verifier, use_safetensors):
+        "Config and tensors, as they are stored; a foreign checkpoint is converted."
+        foreign = None
+        if verifier and path is not None and config is None and state is None:
+            foreign = read_foreign_drafter(path, verifier)
+        if foreign is not None:
+            return foreign
+        config = stored_config(path, config)
+        if state is not None:
+            return config, state
+        if path is None:
+            raise ValueError(
+                f"from_pretrained got a {type(config).__name__} alone; give the path or the "
+                "state_dict of a drafter too, or make a fresh one by its class: Class(config)"
+            )
+        return config, stored_state(path, use_safetensors)
+
+    @classmethod
+    def _class_for(cls, path, config):
+        "The class of a config. Errors: ValueError where it is no `cls`."
+        klass = cls.registered_model_class_from_config(config)
+        if not issubclass(klass, cls):
+            raise ValueError(
+                f"{str(path)!r} is a {klass.__name__}, not a {cls.__name__}; use "
+                "SpeculatorModel.from_pretrained"
+            )
+        return klass
+
+    def push_to_hub(
+        self,
+        repo_id: str,  # owner/model
+        **kwargs: Any,  # passed on to transformers: token, private, revision, …
+    ) -> Any:  # huggingface_hub's CommitInfo
+        "Upload config and weights. Errors: OSError in one line: model, reason, remedy."
+        with push_errors(repo_id):
+            push: Any = super().push_to_hub
+            return push(repo_id, **kwargs)
+
+    # names
+
+    @classmethod
+    def registered_classes(cls) -> dict[str, type]:  # name -> class
+        "All drafters, the package's own and those of discovered packages."
+        import_models()
+        return super().registered_classes()
+
+    @classmethod
+    def registered_class(
+        cls,
+        name: str,  # a speculators_model_type
+    ) -> type:  # the SpeculatorModel subclass
+        """Which class registered under a name; the package's own are imported on first
+        use. Errors: ValueError listing the known ones."""
+        if name not in SpeculatorModel.registry:
+            import_models()
+        return super().registered_class(name)
+
+    @staticmethod
+    def registered_model_class_from_config(
+        config: SpeculatorModelConfig,
+    ) -> type:  # the SpeculatorModel subclass
+        "Which class a config belongs to. Errors: WrongKind for what is no drafter's config."
+        check_kind(config)
+        import_models()
+        name, kind = config.speculators_model_type, type(config)
+        if name not in SpeculatorModel.registry:
+            of_config = (c for c in SpeculatorModel.registry.values() if c.config_class is kind)
+            if (found := next(of_config, None)) is not None:  # a model of another name
+                return found
+        return SpeculatorModel.registered_class(name)
+
+    @classmethod
     def register_decorator(cls, klass: type[_Class], name: str) -> type[_Class]:
         "Enter a drafter; its name is a word of the option `algorithm` from then on."
         REGISTERED.add(name)
         return super().register_decorator(klass, name)
+
+    # training
+
+    @classmethod
+    def forward_arguments(cls) -> dict[str, Any]:  # argument -> default
+        "The training arguments that `forward` takes."
+        argument_of = {parameter: name for name, parameter in cls.forward_names.items()}
+        parameters = inspect.signature(getattr(cls, cls.training_forward)).parameters.values()
+        defaults = {
+            argument_of.get(p.name, p.name): p.default
+            for p in parameters
+            if p.kind is p.KEYWORD_ONLY
+        }
+        return {name: cls.training_defaults.get(name, old) for name, old in defaults.items()}
+
+    @classmethod
+    def training_arguments(cls) -> dict[str, Any]:  # argument -> default
+        "All training arguments of this drafter."
+        fields = {name: getattr(cls.config_class, name) for name in cls.config_arguments}
+        return cls.forward_arguments() | fields | cls.training_defaults
+
+    @classmethod
+    def get_trainer_kwargs(
+        cls,
+        **training_args,  # a trainer's arguments, those of other parts too
+    ) -> tuple[dict[str, Any], dict[str, Any]]:  # of `forward` in training, in evaluation
+        """What `forward` is called with. An argument that is None takes its default; a switch
+        that is off by default is left to `forward`."""
+        defaults = cls.forward_arguments()
+        on = {name: value for name, value in defaults.items() if value not in (None, False)}
+        given = {name: training_args.get(name) for name in defaults}
+        chosen = on | {name: value for name, value in given.items() if value is not None}
+        kwargs = {cls.forward_names.get(name, name): value for name, value in chosen.items()}
+        if "loss_config" in kwargs:
+            kwargs["loss_config"] = parse_loss(kwargs["loss_config"])
+        return kwargs, dict(kwargs)
+
+    @classmethod
+    def from_training_args(
+        cls,
+        # of the draft layers, as `layers.draft_layer_config` makes it
+        transformer_layer_config: PretrainedConfig | None = None,
+        t2d: torch.Tensor | None = None,  # [V] bool, for a reduced draft vocabulary
+        d2t: torch.Tensor | None = None,  # [Vd] int64: verifier id minus draft id
+        *,
+        verifier_config: PretrainedConfig | None = None,  # the first argument's documented name
+        verifier_name_or_path: str,  # its folder or hub id
+        draft_vocab_size: int | None = None,  # None: as many as t2d selects, or all
+        draft_attn_impl: str | None = None,  # default of `attn_impl`, by transformers' name
+        **training_args,  # those of `training_arguments`; others are not looked at
+    ) -> Self:  # with the verifier's weights, ready to train
+        """A fresh drafter. Errors: ValueError for a draft vocabulary that does not fit;
+        NotSupported for a class that says nothing about its config."""
+        if cls.config_class is SpeculatorModelConfig:
+            raise NotSupported(
+                f"{cls.__name__} has neither a config_class of its own nor a "
+                "from_training_args; give it one of them"
+            )
+        check_options({"draft_attn_impl": draft_attn_impl})
+        verifier = verifier_name_or_path
+        layer = cls.draft_layers(transformer_layer_config or verifier_config, verifier)
+        if draft_attn_impl is not None:
+            layer = copy.deepcopy(layer)
+            layer._attn_implementation = draft_attn_impl
+        if cls.whole_vocabulary:
+            check_whole_vocabulary(layer, t2d, d2t, draft_vocab_size, cls.whole_vocabulary)
+            fields: dict[str, Any] = {"transformer_layer_config": layer}
+        else:
+            selected = layer.vocab_size if t2d is None else int(t2d.sum())
+            size = draft_vocab_size or selected
+            fields = {"transformer_layer_config": layer, "draft_vocab_size": size}
+        arguments = cls.training_arguments()
+        arguments |= {name: value for name, value in training_args.items() if value is not None}
+        fields |= {name: arguments[name] for name in cls.config_arguments}
+        fields |= cls.verifier_fields(layer, verifier, arguments)
+        kind, K = cls.config_class.speculators_model_type, cls.tokens_to_draft(arguments)
+        shared = SpeculatorsConfig.greedy(kind, K, verifier)
+        config = cls.config_class(speculators_config=shared, **fields)
+        return cls.with_first_weights(config, t2d, d2t, arguments)
+
+    @classmethod
+    def draft_layers(
+        cls,
+        layer: PretrainedConfig | None,  # as the trainer made it for the verifier
+        verifier: str,  # folder or hub id
+    ) -> PretrainedConfig:
+        "The config of the draft layers. Errors: TypeError where it is needed and missing."
+        if layer is None:
+            raise TypeError("verifier_config is missing: the config of the draft layers")
+        return layer
+
+    @classmethod
+    def verifier_fields(
+        cls,
+        layer: PretrainedConfig,  # of the draft layers
+        verifier: str,  # folder or hub id
+        arguments: dict[str, Any],  # every training argument, with its default where not given
+    ) -> dict[str, Any]:  # config field -> value
+        "Config fields that depend on the verifier."
+        return {}
+
+    @classmethod
+    def with_first_weights(
+        cls,
+        config: SpeculatorModelConfig,
+        t2d: torch.Tensor | None,  # [V] bool
+        d2t: torch.Tensor | None,  # [Vd]
+        arguments: dict[str, Any],  # every training argument
+    ) -> Self:
+        "The weights that training starts from: random ones, and the verifier's."
+        return cls.for_verifier(config, t2d, d2t)
+
+    @classmethod
+    def for_verifier(
+        cls,
+        config: SpeculatorModelConfig,  # of the new drafter; it names the verifier
+        t2d: torch.Tensor | None = None,  # [V] bool and
+        d2t: torch.Tensor | None = None,  # [Vd], for a reduced draft vocabulary
+    ) -> Self:  # with the verifier's weights, ready to train
+        """A fresh drafter. Errors: ValueError for a reduced draft vocabulary without its
+        mapping, or a verifier of another shape."""
+        model = cls(config)
+        if t2d is not None or d2t is not None or model.t2d is not None:
+            model.load_vocab_mappings(t2d, d2t)
+        model.load_verifier_weights()
+        return model
+
+    @classmethod
+    def tokens_to_draft(cls, arguments: dict[str, Any]) -> int:  # training arguments -> K
+        "How many tokens a serving engine shall draft."
+        return arguments[cls.drafted_by]
+
+    @classmethod
+    def arguments_to_draft(cls, k: int) -> dict[str, Any]:  # K -> training arguments
+        "What to train with, so that `tokens_to_draft` is k: k, or one more for an anchor."
+        drafted = cls.tokens_to_draft(cls.training_arguments() | {cls.drafted_by: k})
+        return {cls.drafted_by: 2 * k - drafted}
+
+    # serving
 
     @classmethod
     def vllm_method(
@@ -398,13 +803,3 @@ class SpeculatorModel(TrainingArguments, ClassRegistryMixin, DraftNetwork):
                 "that vLLM serves says so in `served_as`)"
             ]
         return [sentence for rule in cls.serving_rules for sentence in rule(raw, verifier)]
-
-    def push_to_hub(
-        self,
-        repo_id: str,  # owner/model
-        **kwargs: Any,  # passed on to transformers: token, private, revision, …
-    ) -> Any:  # huggingface_hub's CommitInfo
-        "Upload config and weights. Errors: OSError in one line: model, reason, remedy."
-        with push_errors(repo_id):
-            push: Any = super().push_to_hub
-            return push(repo_id, **kwargs)

@@ -197,8 +197,10 @@ class BlockDrafting(SpeculatorModel):
         block_rope = self.rotary(context, position_ids[anchors][:, None] + slot, length)
         blocks = BlockAttention(context, context_rope, block_rope, impl)
         hidden = self.embed_tokens(tokens)
-        of_row = anchors, document_ids, serving_window
-        masks = {layer.window: self.mask(layer, *of_row) for layer in self.layers}
+        masks = {
+            layer.window: self.mask(layer, anchors, document_ids, serving_window)
+            for layer in self.layers
+        }
         for layer in self.layers:
             mask = masks[layer.window]
             hidden = layer(hidden, blocks.lean(mask) if lean else blocks.dense(mask))

@@ -216,8 +216,14 @@ def convert(
         options["config"] = config
     check_options(options, "convert")
     output, given = new_folder(output_dir), json_object(config)
-    how = (format, speculative_tokens, given, trust_remote_code)
-    found = converted(source, verifier, *how)
+    found = converted(
+        source,
+        verifier,
+        format=format,
+        speculative_tokens=speculative_tokens,
+        given=given,
+        trust_remote_code=trust_remote_code,
+    )
     with torch.device("meta"):
         model = SpeculatorModel.registered_class(found.format.model_type)(found.config)
     with atomic_folder(output, replace=False) as folder:

@@ -151,9 +151,16 @@ class DFlashDrafter(SlotDrafter):
         block_rope = model.rotary(context, position[-size:], length)
         hidden = model.embed_tokens(model.block_tokens(tokens[-1:], size)[0])
         for i, layer in enumerate(model.layers):
-            kind = layer.window, model.causal_in_block(layer)
-            new = context, context_rope, block_rope
-            hidden = layer(hidden, cached_block_attention(self.cache, i, *new, *kind))
+            attend = cached_block_attention(
+                self.cache,
+                i,
+                context,
+                context_rope,
+                block_rope,
+                window=layer.window,
+                causal=model.causal_in_block(layer),
+            )
+            hidden = layer(hidden, attend)
         crop_cache(self.cache, anchor)
         return model.norm(hidden)
 

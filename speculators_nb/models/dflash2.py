@@ -147,9 +147,9 @@ class ConvolvedLayer(DecoderLayer):
     ):
         layer = config.transformer_layer_config
         super().__init__(layer, index)
-        shape = layer.hidden_size, config.conv_kernel_size, config.conv_group_size
-        self.attention_conv = SlotConvolution(*shape)
-        self.mlp_conv = SlotConvolution(*shape)
+        H, taps, group = layer.hidden_size, config.conv_kernel_size, config.conv_group_size
+        self.attention_conv = SlotConvolution(H, taps, group)
+        self.mlp_conv = SlotConvolution(H, taps, group)
 
     def forward(
         self,
@@ -339,9 +339,12 @@ class DFlash2DraftModel(DFlashDraftModel):
         for module in self.modules():
             if isinstance(module, SlotConvolution):
                 module.reset()  # the base class has drawn all linear maps anew
-        std = getattr(layer, "initializer_range", 0.02)
-        sizes = layer.vocab_size, layer.hidden_size, config.selector_rank
-        self.candidate_selector = CandidateSelector(*sizes, std)
+        self.candidate_selector = CandidateSelector(
+            layer.vocab_size,
+            layer.hidden_size,
+            rank=config.selector_rank,
+            std=getattr(layer, "initializer_range", 0.02),
+        )
 
     def draft_layer(self, index: int) -> ConvolvedLayer:
         "One layer."

@@ -5,29 +5,18 @@ The verifier gives the first three, and checkpoints keep them."""
 
 # %% auto #0
 __all__ = ['ROW_TENSORS', 'unset', 'WrongKind', 'check_kind', 'check_batch', 'adopt_upstream_names', 'check_shape', 'check_parts',
-           'check_names_and_shapes', 'check_values', 'DraftNetwork']
+           'check_names_and_shapes', 'check_values']
 
 # %% ../../nbs/models/01_draft_network.ipynb #a4873c50
 import inspect
 import os
-from functools import lru_cache
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from ..core.checkpoints import save_tensors, tensor_problem
+from ..core.checkpoints import tensor_problem
 from ..core.config import SpeculatorModelConfig
-from ..nn.draft_vocabulary import check_vocab_mapping, draft_to_verifier
-from speculators_nb.nn.target_head import (
-    TargetHead,
-    target_head_for,
-    text_config,
-    verifier_config,
-)
-from ..verifier.parts import load_verifier_tensors
 
 # %% ../../nbs/models/01_draft_network.ipynb #8d4eeec3
 def unset(*shape: int) -> nn.Parameter:  # filled with NaN, not trained
@@ -57,22 +46,15 @@ ROW_TENSORS = (
 )
 
 
-@lru_cache(None)
-def _forward_parameters(kind):
-    # name -> whether it must be given
-    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
-    return {p.name: p.default is p.empty for p in parameters}
-
-
-def check_batch(model: "DraftNetwork", args: tuple, kwargs: dict[str, Any]) -> None:
+def check_batch(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
     """A forward pre-hook of drafters. Errors: ValueError for a tensor of the batch that is
     missing or of another length than `input_ids`, and for several rows where one is taken."""
     kind = type(model)
-    parameters = _forward_parameters(kind)
-    batch = dict(zip(parameters, args)) | kwargs
-    for name, needed in parameters.items():
-        if needed and name in batch and batch[name] is None:
-            raise ValueError(f"{name}=None: {kind.__name__} needs it; give a tensor")
+    parameters = list(inspect.signature(kind.forward).parameters.values())[1:]
+    batch = dict(zip([p.name for p in parameters], args)) | kwargs
+    for p in parameters:
+        if p.default is p.empty and p.name in batch and batch[p.name] is None:
+            raise ValueError(f"{p.name}=None: {kind.__name__} needs it; give a tensor")
     if batch.get("document_ids") is None:  # not a packed batch
         return
     rows, length = batch["input_ids"].shape
@@ -90,7 +72,7 @@ def check_batch(model: "DraftNetwork", args: tuple, kwargs: dict[str, Any]) -> N
             )
 
 # %% ../../nbs/models/01_draft_network.ipynb #29cff336
-def adopt_upstream_names(model: "DraftNetwork", state: dict, prefix: str, *_: Any) -> None:
+def adopt_upstream_names(model: Any, state: dict, prefix: str, *_: Any) -> None:
     """Rename `verifier_norm` and `verifier_lm_head` in a state dict, in place, and make room
     for them; a hook of `load_state_dict`."""
     target = prefix + "target_head."
@@ -121,7 +103,7 @@ def adopt_upstream_names(model: "DraftNetwork", state: dict, prefix: str, *_: An
 
 # %% ../../nbs/models/01_draft_network.ipynb #c60c9503
 def check_shape(
-    model: "DraftNetwork",
+    model: Any,  # a SpeculatorModel
     verifier: str | os.PathLike,  # whose weights it will take, for messages
     hidden_size: int,  # of the verifier
 ) -> None:
@@ -141,7 +123,7 @@ def check_shape(
 
 
 def check_parts(
-    model: "DraftNetwork",
+    model: Any,  # a SpeculatorModel
     verifier: str | os.PathLike,  # where the weights are from, for messages
     parts: dict[str, Any],  # from `load_verifier_tensors`
 ) -> None:
@@ -203,233 +185,3 @@ def check_values(
             f"checkpoint {str(path)!r}: {'; '.join(wrong[:3])}{more}; train it anew, or take "
             "an earlier checkpoint"
         )
-
-# %% ../../nbs/models/01_draft_network.ipynb #b773ba56
-class DraftNetwork(PreTrainedModel):
-    """What every drafter holds beside its own layers: the verifier's embedding and head, its
-    final norm, and the draft vocabulary; where the verifier's weights come from, and how a
-    checkpoint is written and checked."""
-
-    supports_gradient_checkpointing = True
-    config_class: type[SpeculatorModelConfig] = SpeculatorModelConfig
-    base_model_prefix = ""
-    main_input_name = "input_ids"
-    own_heads = False  # True: own heads, and only the verifier's final norm
-    several_rows = False  # True: trains on a batch of texts too, not on one packed row alone
-    # prefixes of parameters whose matrices are hidden ones to an optimizer, tables among them
-    hidden_matrices: tuple[str, ...] = ()
-    not_saved = ("target_head.",)  # prefixes of what a checkpoint leaves out
-    # needed to draft; may be absent from a checkpoint: the verifier has them
-    from_verifier = "embed_tokens.weight", "lm_head.weight"
-
-    if TYPE_CHECKING:  # attributes that `__init__` or a subclass makes, for type checkers
-        embed_tokens: nn.Embedding  # [V, H]; None with `own_heads`
-        lm_head: nn.Linear  # [Vd, H]; None with `own_heads`
-        verifier_layers: Any  # int; None: no verifier's weights yet
-        t2d: torch.Tensor | None  # [V] bool; None: the whole vocabulary
-        d2t: torch.Tensor | None  # [Vd] int64
-
-        def to(self, *args: Any, **kwargs: Any) -> Self: ...
-
-    def gradient_checkpointing_enable(
-        self,
-        gradient_checkpointing_kwargs: dict[str, Any] | None = None,  # of torch's `checkpoint`
-        **options: Any,  # every_n_layers and offload of newer versions of transformers
-    ) -> None:
-        """From now on layers are computed again on the way back. Errors: ValueError for the
-        reentrant way, whose gradients would be wrong."""
-        if (gradient_checkpointing_kwargs or {}).get("use_reentrant"):
-            raise ValueError(
-                "gradient_checkpointing_kwargs: use_reentrant=True loses the gradients of keys "
-                "and values that later steps read; leave it out"
-            )
-        super().gradient_checkpointing_enable(gradient_checkpointing_kwargs, **options)
-
-    def enable_input_require_grads(self) -> None:
-        "Nothing: only the reentrant way needs inputs that require a gradient."
-
-    def __init__(self, config: SpeculatorModelConfig):
-        check_kind(config)
-        super().__init__(config)
-        v, h = config.sizes.vocab_size, config.sizes.hidden_size
-        vd = getattr(config, "draft_vocab_size", v)
-        if vd > v:
-            raise ValueError(
-                f"draft_vocab_size: {vd} is larger than the verifier's vocabulary of {v}; "
-                f"choose at most {v}"
-            )
-        self.embed_tokens = self.lm_head = None  # type: ignore[assignment] (see the class)
-        if not self.own_heads:
-            self.embed_tokens = nn.Embedding(v, h, _weight=torch.full((v, h), float("nan")))
-            trained = bool(getattr(config, "embed_requires_grad", False))
-            self.embed_tokens.weight.requires_grad_(trained)
-            self.lm_head = nn.Linear(h, vd, bias=False, device="meta")
-            self.lm_head.weight = unset(vd, h)
-        reduced = vd < v
-        self.register_buffer("t2d", torch.zeros(v, dtype=torch.bool) if reduced else None)
-        self.register_buffer("d2t", torch.zeros(vd, dtype=torch.int64) if reduced else None)
-        self.target_head = target_head_for(config)
-        self.verifier_layers = None  # n; its last state enters "layer n"
-        self.register_load_state_dict_pre_hook(adopt_upstream_names)
-        self.register_forward_pre_hook(check_batch, with_kwargs=True)
-
-    def _init_weights(self, module):
-        if isinstance(module, nn.Linear) and module is not self.lm_head:
-            module.weight.data.normal_(0, getattr(self.config.sizes, "initializer_range", 0.02))
-            if module.bias is not None:
-                module.bias.data.zero_()
-
-    @property
-    def hidden_size(self) -> int:  # H
-        "The width of the verifier's hidden states."
-        return self.config.sizes.hidden_size
-
-    @property
-    def verifier_vocab_size(self) -> int:  # V
-        "The verifier's vocabulary size."
-        return self.config.target_vocab_size
-
-    @property
-    def draft_vocab_size(self) -> int:  # Vd
-        "How many tokens the drafter can draft."
-        return getattr(self.config, "draft_vocab_size", self.verifier_vocab_size)
-
-    @property
-    def use_draft_vocab(self) -> bool:
-        "Whether the draft vocabulary is smaller than the verifier's."
-        return self.draft_vocab_size < self.verifier_vocab_size
-
-    @property
-    def target_layer_ids(self) -> list[int] | None:  # None: the config does not say
-        """The verifier's layers whose hidden states are read; a drafter without such a field
-        reads the state before the final norm, which enters layer n."""
-        fields = vars(self.config)
-        named = [name for name in fields if name.endswith("aux_hidden_state_layer_ids")]
-        if named:
-            return fields[named[0]]
-        return None if self.verifier_layers is None else [self.verifier_layers]
-
-    @property
-    def verifier_norm(self) -> nn.Module:
-        "The verifier's final norm, of the target head."
-        return self.target_head.norm
-
-    @property
-    def verifier_lm_head(self) -> nn.Linear | None:  # [Vd, H]; None: no verifier's rows yet
-        "The target head's rows as a layer; scale and soft-cap are `target_head.finish`'s."
-        rows = self.target_head.weight
-        if rows is None:
-            return None
-        head = nn.Linear(*rows.shape[::-1], bias=False, device="meta")
-        head.weight = rows
-        return head
-
-    @property
-    def target_vocab_size(self) -> int:  # V
-        "The verifier's vocabulary size."
-        return self.config.target_vocab_size
-
-    def to_verifier(
-        self, ids: torch.Tensor
-    ) -> torch.Tensor:  # draft ids [...] -> verifier ids [...]
-        "The verifier's ids of draft ids."
-        return draft_to_verifier(ids, self.d2t)
-
-    def load_vocab_mappings(
-        self,
-        t2d: torch.Tensor | None,  # [V] bool: which verifier ids are in the draft vocabulary
-        d2t: torch.Tensor | None,  # [Vd] int64: verifier id minus draft id
-    ):
-        """Set the draft vocabulary. Both or neither; neither only where the draft vocabulary is
-        the verifier's. Errors: ValueError (see `draft_vocabulary.check_vocab_mapping`)."""
-        check_vocab_mapping(t2d, d2t, self.target_vocab_size, self.config.draft_vocab_size)
-        for own, given in ((self.t2d, t2d), (self.d2t, d2t)):
-            if own is not None and given is not None:
-                own.copy_(given)
-
-    def load_verifier_weights(
-        self,
-        verifier: str | os.PathLike | None = None,  # folder or hub id; None: the config's
-    ):
-        """Borrow embedding, head rows and final norm. What a checkpoint has loaded already
-        stays. Errors: ValueError for a verifier of another shape, or where none is named."""
-        source = verifier or self.config.verifier_name
-        config = verifier_config(source)
-        text = text_config(config)
-        check_shape(self, source, text.hidden_size)
-        parts = load_verifier_tensors(source, self.t2d)
-        check_parts(self, source, parts)
-        head = TargetHead.from_config(config).to(self.device)
-        self._borrow(parts, head)
-        self.target_head = head
-        self.verifier_layers = text.num_hidden_layers
-
-    def _borrow(self, parts, head):
-        """Embedding and head rows where the checkpoint had none; one copy of the head where
-        drafter and verifier agree."""
-        if self.own_heads:
-            return head.load_norm(parts)
-        borrowed = [
-            (self.embed_tokens.weight, parts["embeddings"]),
-            (self.lm_head.weight, parts["head"]),
-        ]
-        with torch.no_grad():
-            for weight, value in borrowed:
-                if weight[0, 0].isnan():
-                    weight.copy_(value)
-        rows = parts["head"].to(self.lm_head.weight)
-        if torch.equal(self.lm_head.weight, rows):
-            rows = self.lm_head.weight
-        head.load(parts | {"head": rows})
-
-    def check_state(
-        self,
-        state: dict[str, torch.Tensor],  # as a checkpoint holds them
-        path: str | os.PathLike | None,  # of the checkpoint, for messages
-    ):
-        """Raise ValueError, naming the tensors, unless a state dict has all that this model
-        needs in the right shapes, finite, with one vocabulary, and nothing else."""
-        mine = {n: w for n, w in self.state_dict().items() if not n.startswith(self.not_saved)}
-        ignored = ("verifier_", *self.not_saved)
-        theirs = {n: w for n, w in state.items() if not n.startswith(ignored)}
-        check_names_and_shapes(mine, theirs, self.from_verifier, path)
-        check_values(mine, theirs, path)
-        if "t2d" in mine:
-            sizes = self.target_vocab_size, self.config.draft_vocab_size
-            try:
-                check_vocab_mapping(state["t2d"], state["d2t"], *sizes)
-            except ValueError as e:
-                raise ValueError(f"checkpoint {str(path)!r}: {e}") from None
-
-    def _fill(self, state, path):
-        "Load a state dict, all of it or an error that names what does not fit."
-        self.check_state(state, path)
-        self.load_state_dict(state, strict=False)
-
-    def saved_state(
-        self, state_dict: dict[str, torch.Tensor] | None = None
-    ) -> dict[str, torch.Tensor]:
-        "What a checkpoint holds: everything but the verifier's."
-        state = state_dict or self.state_dict()
-        return {n: w for n, w in state.items() if not n.startswith(self.not_saved)}
-
-    def save_pretrained(
-        self,
-        save_directory: str | os.PathLike,  # made if absent
-        state_dict: dict | None = None,  # instead of the model's own (gathered by a trainer)
-        dtype: torch.dtype | None = None,  # of the stored floating tensors; None: as they are
-        **kwargs,  # accepted from transformers.Trainer, without effect
-    ):
-        "Write model.safetensors, then config.json, each atomically, and nothing else."
-        folder = Path(save_directory)
-        state = {}
-        for name, weight in self.saved_state(state_dict).items():
-            if dtype and weight.is_floating_point():
-                weight = weight.to(dtype)
-            state[name] = weight.detach().cpu().contiguous()
-        kind = type(self).__name__.removeprefix("FSDP")  # as torch names sharded models
-        if kind not in (self.config.architectures or ()):
-            self.config.architectures = [kind]
-        self.config.dtype = dtype or self.dtype
-        save_tensors(state, folder / "model.safetensors", metadata={"format": "pt"})
-        self.config.save_pretrained(folder)

@@ -330,8 +330,8 @@ class DSparkDraftModel(DFlashDraftModel):
     def __init__(self, config: DSparkSpeculatorConfig):
         super().__init__(config)
         H, r = config.transformer_layer_config.hidden_size, config.markov_rank
-        sizes = config.target_vocab_size, config.draft_vocab_size, r, H
-        self.markov_head = MarkovHead(*sizes, config.markov_head_type) if r else None
+        V, Vd = config.target_vocab_size, config.draft_vocab_size
+        self.markov_head = MarkovHead(V, Vd, r, H, config.markov_head_type) if r else None
         read = H + r * config.confidence_head_with_markov
         self.confidence_head = ConfidenceHead(read) if config.enable_confidence_head else None
 

@@ -132,8 +132,7 @@ class EagleDrafter(ChainDrafter):
         "Some more tokens through the layer; their keys and values enter the cache."
         positions = self.positions(len(ids), ancestors)
         mask = None if ancestors is None else ancestors[None, None]
-        batch = ids[None], states[None], positions[None]
-        return self.model.step(*batch, self.cache, mask)[0]
+        return self.model.step(ids[None], states[None], positions[None], self.cache, mask)[0]
 
     def logits(self, states: torch.Tensor) -> torch.Tensor:  # [n, H] -> [n, V]
         return self.model.logits(states)
@@ -221,9 +220,9 @@ class EagleSpeculator(AttachableVerifier):
             embeds = self.embedding_layernorm(embeds)
         return self.fusion_fc(torch.cat([embeds, features.to(embeds.dtype)], -1))
 
-    def first_inputs(self, input_ids: torch.Tensor, features: torch.Tensor) -> StepInputs:
-        "What step 0 reads: tokens [N], features [N, H]."
-        return StepInputs(self.fuse(input_ids, features), None)
+    def first_inputs(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> StepInputs:
+        "What step 0 reads: tokens [N], the verifier's normed hidden states [N, H]."
+        return StepInputs(self.fuse(input_ids, hidden_states), None)
 
     def next_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> StepInputs:
         "What a later step reads: tokens [N], predicted features [N, H], detached."
@@ -274,8 +273,7 @@ class EagleSpeculator(AttachableVerifier):
             counted = torch.arange(past, past + n, device=input_ids.device)
             position_ids = counted.expand_as(input_ids)
         mask = step_mask(attention_mask, past, n, self.transformer.window)
-        batch = input_ids, hidden_states, position_ids
-        features = self.step(*batch, cache, mask, weights)
+        features = self.step(input_ids, hidden_states, position_ids, cache, mask, weights)
         return self.logits(features), features
 
     def training_step(
@@ -410,8 +408,9 @@ class EagleSpeculator(AttachableVerifier):
         another length or states of another shape."""
         self._check_attached()
         if document_ids is not None:
-            batch = input_ids, hidden_states, document_ids
-            return self.training_step(*batch, position_ids=position_ids, **training)
+            return self.training_step(
+                input_ids, hidden_states, document_ids, position_ids=position_ids, **training
+            )
         if training:
             raise TypeError(
                 f"forward got {', '.join(training)} but no document_ids: a training step takes "
@@ -424,8 +423,9 @@ class EagleSpeculator(AttachableVerifier):
             )
         cache = as_cache(past_key_values)
         weights = [] if output_attentions else None
-        tokens = input_ids, hidden_states, attention_mask, position_ids
-        logits, features = self.logits_forward(*tokens, cache, weights)
+        logits, features = self.logits_forward(
+            input_ids, hidden_states, attention_mask, position_ids, cache, weights
+        )
         if return_dict is False:
             return logits
         keep = past_key_values is not None if use_cache is None else use_cache

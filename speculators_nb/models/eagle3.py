@@ -275,23 +275,23 @@ class Eagle3DraftModel(TrainingTimeTest):
         self.rotary = Rotary(layer)
         self.post_init()
 
-    def fuse(self, features: torch.Tensor) -> torch.Tensor:  # [..., A·H] -> [..., H]
-        "Mix the features of the A layers into one hidden state."
-        if not torch.is_autocast_enabled(features.device.type):
-            features = features.to(self.fc.weight.dtype)
+    def fuse(self, hidden_states: torch.Tensor) -> torch.Tensor:  # [..., A·H] -> [..., H]
+        "Mix the verifier's hidden states of the A layers into one."
+        if not torch.is_autocast_enabled(hidden_states.device.type):
+            hidden_states = hidden_states.to(self.fc.weight.dtype)
         norms: Any = self.fc_norm or [self.input_norm]  # RMSNorms, or one None
         if norms[0] is None:
-            return self.fc(features)
-        parts = features.chunk(len(norms), -1)
+            return self.fc(hidden_states)
+        parts = hidden_states.chunk(len(norms), -1)
         if not self.training:
             return self.fc(torch.cat([norm(part) for norm, part in zip(norms, parts)], -1))
         unit = torch.cat([norm.without_gain(part) for norm, part in zip(norms, parts)], -1)
         gain = torch.cat([norm.weight for norm in norms])
         return product_of_normed(unit, gain, self.fc.weight)
 
-    def first_inputs(self, input_ids: torch.Tensor, features: torch.Tensor) -> StepInputs:
-        "What step 0 reads: tokens [N], features [N, A·H]."
-        return StepInputs(self.fuse(features), self.embed_tokens(input_ids))
+    def first_inputs(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> StepInputs:
+        "What step 0 reads: tokens [N], the verifier's hidden states [N, A·H]."
+        return StepInputs(self.fuse(hidden_states), self.embed_tokens(input_ids))
 
     def next_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> StepInputs:
         "What a later step reads: tokens [N], the step before's hidden states [N, H]."
@@ -351,10 +351,16 @@ class Eagle3DraftModel(TrainingTimeTest):
         drafts = None
         if not lean:  # the definition: every row at every step
             with torch.set_grad_enabled(torch.is_grad_enabled() and has_targets):
-                states = self.dense_hidden(
-                    ids, hidden_states[0], documents, positions, ttt_steps, back_end, own_tokens
+                dense = self.dense_hidden(
+                    input_ids=ids,
+                    hidden_states=hidden_states[0],
+                    document_ids=documents,
+                    position_ids=positions,
+                    steps=ttt_steps,
+                    impl=back_end,
+                    own_tokens=own_tokens,
                 )
-            drafts = [self.own_tokens(normed)[None] for normed in states]
+            drafts = [self.own_tokens(normed)[None] for normed in dense]
         if not has_targets:
             return ForwardOutput(drafts, None, {})
 
@@ -370,26 +376,24 @@ class Eagle3DraftModel(TrainingTimeTest):
             text = self.embed_tokens(ids)  # row i reads that of token i + t at step t
             if own_tokens is None:
                 text = self.layers[0].project_embeds(text)  # once for all steps
-            hidden, embeds = self.fuse(hidden_states[0]), text
-            normed = hidden  # of the step before, at which there is none
-            for t, rows in enumerate(steps.rows):
-                if t:  # the output of the step before, beside the token that follows
-                    hidden = steps.keep(t, hidden)
-                if t and own_tokens is None:
-                    # beyond the end no loss is left: these rows take others, so that all differ
-                    embeds = take_embeds(text, (rows + t) % len(ids))
-                elif t:
-                    embeds = self.embed_tokens(self.own_tokens(steps.keep(t, normed)))
+            hidden, embeds = self.fuse(hidden_states[0]), text  # what step 0 reads
+            for t in range(ttt_steps):
                 hidden = steps.layers(t, hidden, embeds)
                 normed = self.norm(hidden)
                 scored.append(take_rows(normed, steps.scored[t]))
-                hidden = normed if self.config.norm_output else hidden
+                if t + 1 == ttt_steps:
+                    break
+                # the next step reads the drafter's own states, of the rows that go on
+                hidden = steps.keep(t + 1, normed if self.config.norm_output else hidden)
+                if own_tokens is not None:
+                    embeds = self.embed_tokens(own_tokens(steps.keep(t + 1, normed)))
+                else:  # rows beyond the text read other tokens, all different
+                    embeds = take_embeds(text, (steps.rows[t + 1] + t + 1) % len(ids))
         else:
             at = [rows.nonzero()[:, 0].to(device) for rows in counted]
-            scored = [normed[rows] for normed, rows in zip(states, at)]
-        hidden = torch.cat(scored)
+            scored = [normed[rows] for normed, rows in zip(dense, at)]
 
-        rows = supervised_steps(counted)  # step and target of each of `hidden`; on the CPU
+        rows = supervised_steps(counted)  # step and target of each of `scored`; on the CPU
         carries_loss, predictions = to_device(carries_loss, device), rows.to(device)
         decay = ttt_step_loss_decay ** torch.arange(ttt_steps).float()
         step_weight = to_device(weights_of_steps(step_weights, decay), device)
@@ -402,13 +406,13 @@ class Eagle3DraftModel(TrainingTimeTest):
             count = counts[predictions.step] / in_loss  # infinite beside the loss
             weight = by_scores.of_rows(position, predictions.step, len(ids), ttt_steps, count)
         out = head_loss(
-            hidden,
-            self.lm_head.weight,
-            self.target_head,
-            verifier_last_hidden_states[0],
-            rows.target,
-            weight,
-            mixture,
+            hidden=torch.cat(scored),
+            head=self.lm_head.weight,
+            target_head=self.target_head,
+            target_hidden=verifier_last_hidden_states[0],
+            target_of_row=rows.target,
+            weight=weight,
+            mixture=mixture,
             gemm_dtype=gemm_dtype,
             want_accept=not self.training,
             lean=lean,

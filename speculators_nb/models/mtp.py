@@ -8,27 +8,38 @@ __all__ = ['MTP_RULES', 'token_metrics', 'Row', 'packed_row', 'by_text', 'MTPDra
            'state_as_served', 'MTPDraftModel']
 
 # %% ../../nbs/models/16_mtp.ipynb #51799ea8
-from collections.abc import Callable
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from .base import ForwardOutput, SpeculatorModel
 from .drafting import ChainDrafter, cached_attention
 from .mtp_families import FAMILIES
+from .mtp_layer import MTPLayer
 from .mtp_native import extract_mtp
-from speculators_nb.models.mtp_network import (
-    MTPNetwork,
+from speculators_nb.models.mtp_rows import (
     MTPSpeculatorConfig,
     documents_of,
     mtp_supervision,
+    prefix_rows,
     upstream_rows,
 )
 from .serving_rules import Rule, layer_of
-from ..nn.compiled import attention_back_end, to_device
+from speculators_nb.models.training_time_test import (
+    LeanSteps,
+    StepAttention,
+    StepInputs,
+    StepOutput,
+    TrainingTimeTest,
+    all_steps,
+)
+from ..nn.compiled import attention_back_end, take_rows, to_device
 from ..nn.head_loss import HeadLoss, RowWeight
+from ..nn.layers import Rotary
 from speculators_nb.nn.step_weights import (
     StepWeights,
     loss_weight,
@@ -39,6 +50,8 @@ from speculators_nb.nn.supervision import (
     Supervised,
     chain_metrics,
     on_host,
+    places_among,
+    same_rows,
     sum_and_total,
     supervised_steps,
 )
@@ -67,12 +80,12 @@ def token_metrics(
 
 # %% ../../nbs/models/16_mtp.ipynb #e6c4c8bb
 class Row(NamedTuple):
-    "A packed row, not shifted."
+    "A packed row."
 
-    ids: torch.Tensor  # [L] int64
-    hidden: torch.Tensor  # [L, H]
-    documents: torch.Tensor  # [L] int64, -1: padding; may be on the host
-    positions: torch.Tensor  # [L] int64
+    input_ids: torch.Tensor  # [L] int64
+    hidden_states: torch.Tensor  # [L, H] of the verifier
+    document_ids: torch.Tensor  # [L] int64, -1: padding; may be on the host
+    position_ids: torch.Tensor  # [L] int64
 
 
 def packed_row(
@@ -173,10 +186,13 @@ MTP_RULES: tuple[Rule, ...] = (stitched, known_to_vllm, state_as_served)
 
 # %% ../../nbs/models/16_mtp.ipynb #ebf8b8b5
 @SpeculatorModel.register("mtp")
-class MTPDraftModel(MTPNetwork):
+class MTPDraftModel(TrainingTimeTest):
     """One layer that predicts the token after next, applied to its own output (FastMTP,
     [2509.18362](https://arxiv.org/abs/2509.18362)); embedding and head are the verifier's."""
 
+    config_class: type[MTPSpeculatorConfig] = MTPSpeculatorConfig
+    several_rows = True
+    not_saved = ("target_head.", "embed_tokens.", "lm_head.")
     config_arguments = ("verifier_norm",)
     training_defaults: dict[str, Any] = {
         "num_speculative_steps": 3,
@@ -193,6 +209,208 @@ class MTPDraftModel(MTPNetwork):
     served_as = "mtp", False
     lab_arguments = dict(fresh_head=True)
     serving_rules = MTP_RULES
+
+    if TYPE_CHECKING:
+        mtp_layers: Sequence[MTPLayer]  # an nn.ModuleList
+
+    def __init__(self, config: MTPSpeculatorConfig):
+        super().__init__(config)
+        layer = config.transformer_layer_config
+        layers = nn.ModuleList([MTPLayer(layer)])
+        self.mtp_layers = layers  # type: ignore[assignment] (its items are declared)
+        self.rotary = Rotary(layer)
+        self.post_init()
+
+    def _init_weights(self, module):
+        super()._init_weights(module)
+        if not hasattr(self, "mtp_layers") or isinstance(module, (nn.Linear, nn.Embedding)):
+            return
+        std = self.config.transformer_layer_config.initializer_range
+        for w in module.parameters(recurse=False):  # experts and routers hold matrices
+            if w.ndim > 1:
+                w.data.normal_(0, std)
+
+    @property
+    def layers(self) -> Sequence[MTPLayer]:  # what distributed training shards by
+        return self.mtp_layers
+
+    def rope(
+        self,
+        positions: torch.Tensor,  # [N]
+        length: int | None = None,  # of the text, as in `Rotary.forward`
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # cos, sin [N, R], R the rotated part of a head
+        "Text positions. A family's three coordinates of a picture are equal for text."
+        return self.rotary(self.mtp_layers[0].input_proj.weight, positions, length)
+
+    def visible(
+        self,
+        input_ids: torch.Tensor,  # [N] the tokens that follow
+        positions: torch.Tensor,  # [N] of the states
+    ) -> torch.Tensor:  # [N], -1: its embedding is not read
+        "In some families the row at position 0 reads zeros instead of an embedding."
+        if not self.mtp_layers[0].family.masks_first:
+            return input_ids
+        return torch.where(positions == 0, -1, input_ids)
+
+    def embed(self, input_ids: torch.Tensor) -> torch.Tensor:  # [N], -1: none -> [N, H]
+        "Embeddings of tokens; zeros for none."
+        if not self.mtp_layers[0].family.masks_first:
+            return self.embed_tokens(input_ids)
+        known = input_ids >= 0
+        return self.embed_tokens(input_ids.clamp_min(0)) * known[:, None]
+
+    def features(self, hidden: torch.Tensor) -> torch.Tensor:  # [N, H] what step 0 reads
+        "The verifier's state as the head reads it: before or after the final norm."
+        states = self.target_head.norm(hidden) if self.config.verifier_norm else hidden
+        return states.to(self.mtp_layers[0].input_proj.weight.dtype)
+
+    def first_inputs(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> StepInputs:
+        "What step 0 reads: tokens [N], states of the verifier [N, H]."
+        return StepInputs(self.features(hidden_states), self.embed(input_ids))
+
+    def next_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> StepInputs:
+        "What a later step reads: tokens [N], the step before's output [N, H]."
+        return StepInputs(hidden, self.embed(input_ids))
+
+    def finish(self, hidden: StepOutput) -> StepOutput:  # type: ignore[override]
+        "The layer has both already."
+        return hidden
+
+    def own_past_dense(
+        self,
+        row: Row,  # of L' positions, from `shifted`
+        steps: int,  # K
+        impl: str = "sdpa",  # of `attention`
+        length: int | None = None,  # of the text, as in `Rotary.forward`
+    ) -> list[torch.Tensor]:  # K tensors [L', H]
+        "The definition: every row at every step."
+        rows = len(row.input_ids)
+        mask = self.mask(self.layers[0].window, row.document_ids)
+        outputs = []
+        hidden, embeds = self.first_inputs(row.input_ids, row.hidden_states)
+        for step in range(steps):
+            rope = self.rope(row.position_ids + step, length)
+            output = self.layers[0](hidden, all_steps([], rope, mask, impl), embeds)
+            outputs.append(output.normed)
+            ahead = min(step + 1, rows)
+            next_ids = F.pad(row.input_ids[ahead:], (0, ahead))
+            hidden, embeds = self.next_inputs(next_ids, output.hidden)
+        return outputs
+
+    def own_past_rows(
+        self,
+        row: Row,  # of L' positions, from `shifted`
+        carries_loss: torch.Tensor,  # [K, L'] bool; this and the next on the CPU
+        documents: torch.Tensor,  # [L'], those of the row
+        impl: str = "blocked",  # of `prefix_attention`
+        length: int | None = None,  # of the text, as in `Rotary.forward`
+    ) -> list[torch.Tensor]:  # K tensors [N_s, H]: the rows of each step that carry loss
+        "The same for the rows that carry loss, and those that they attend to."
+        steps, device = len(carries_loss), row.input_ids.device
+        needed = [wanted.nonzero()[:, 0] for wanted in prefix_rows(carries_loss, documents)]
+        if impl == "flex":
+            needed = same_rows(needed, len(row.input_ids))
+        moved = {id(rows): to_device(rows, device) for rows in needed}
+        computed = [moved[id(rows)] for rows in needed]
+        masks = {
+            id(rows): self.mask(self.layers[0].window, row.document_ids[rows])
+            for rows in computed
+        }
+        every = torch.arange(len(needed[0]), device=device)
+        outputs = []
+        hidden, embeds = self.first_inputs(
+            row.input_ids[computed[0]], row.hidden_states[computed[0]]
+        )
+        for step, rows in enumerate(computed):
+            last = step == steps - 1
+            with_loss = carries_loss[step].nonzero()[:, 0]
+            among = to_device(places_among(needed[step], with_loss, len(row.input_ids)), device)
+            queries = every if len(rows) == len(every) else every[: len(rows)]
+            if last and impl != "flex":
+                queries, among = among, every[: len(among)]
+            rope = self.rope(row.position_ids[rows] + step, length)
+            attend = StepAttention(masks[id(rows)], impl).step(queries, rope)
+            output = self.layers[0](hidden, attend, embeds, queries)
+            outputs.append(output.normed[among])
+            if not last:
+                after, state = computed[step + 1], output.hidden
+                if after is not rows:
+                    state = state[torch.searchsorted(rows, after)]
+                ahead = (after + step + 1).clamp_max(len(row.input_ids) - 1)
+                hidden, embeds = self.next_inputs(row.input_ids[ahead], state)
+        return outputs
+
+    def served_past_rows(
+        self,
+        row: Row,  # of L' positions, from `shifted`
+        carries_loss: torch.Tensor,  # [K, L'] bool, on the CPU
+        impl: str = "blocked",  # of `prefix_attention`
+    ) -> list[torch.Tensor]:  # K tensors [N_s, H]: the rows of each step that carry loss
+        "The rows that carry loss, over the past of the first step."
+        steps = LeanSteps(self, carries_loss, row.document_ids, row.position_ids, impl)
+        hidden, embeds = self.first_inputs(row.input_ids, row.hidden_states)
+        outputs = []
+        for t, rows in enumerate(steps.rows):
+            if t:
+                ahead = (rows + t).clamp_max(len(row.input_ids) - 1)
+                hidden, embeds = self.next_inputs(row.input_ids[ahead], steps.keep(t, hidden))
+            normed, hidden = steps.layers(t, hidden, embeds)  # the layer has both already
+            outputs.append(take_rows(normed, steps.scored[t]))
+        return outputs
+
+    def shifted(
+        self,
+        row: Row,  # of L positions
+    ) -> Row:  # of L - 1 positions
+        "Each state beside the token that follows, all on the device."
+        return Row(
+            input_ids=self.visible(row.input_ids[1:], row.position_ids[:-1]),
+            hidden_states=row.hidden_states[:-1],
+            document_ids=to_device(row.document_ids[:-1], row.input_ids.device),
+            position_ids=row.position_ids[:-1],
+        )
+
+    def dense_hidden(
+        self,
+        input_ids: torch.Tensor,  # [L] tokens x_t
+        hidden_states: torch.Tensor,  # [L, H] the verifier's states after x_t
+        document_ids: torch.Tensor,  # [L]
+        position_ids: torch.Tensor,  # [L]
+        steps: int,  # K
+        as_served: bool = False,  # True: the first step's past; False: each step's own
+        impl: str = "sdpa",  # of `attention`
+        length: int | None = None,  # of the text, as in `Rotary.forward`; None: of this row
+    ) -> list[torch.Tensor]:  # K tensors [L-1, H]
+        "The definition: every row at every step."
+        row = self.shifted(Row(input_ids, hidden_states, document_ids, position_ids))
+        if not as_served:
+            length = length or self.rotary.length(row.position_ids)
+            return self.own_past_dense(row, steps, impl, length)
+        return super().dense_hidden(
+            input_ids=row.input_ids,
+            hidden_states=row.hidden_states,
+            document_ids=row.document_ids,
+            position_ids=row.position_ids,
+            steps=steps,
+            impl=impl,
+        )
+
+    def supervised_hidden(
+        self,
+        row: Row,  # of L positions
+        carries_loss: torch.Tensor,  # [K, L] bool; this and the next on the CPU
+        documents: torch.Tensor,  # [L], those of the row
+        as_served: bool,  # as in `dense_hidden`
+        impl: str,  # of `prefix_attention`
+        length: int | None,  # as in `dense_hidden`
+    ) -> torch.Tensor:  # [N, H], step by step, as in `supervised_steps`
+        "The states of the rows that carry loss."
+        row, carries_loss = self.shifted(row), carries_loss[:, :-1]
+        if as_served:
+            states = self.served_past_rows(row, carries_loss, impl)
+        else:
+            states = self.own_past_rows(row, carries_loss, documents[:-1], impl, length)
+        return torch.cat(states)
 
     def forward(
         self,
@@ -224,20 +442,20 @@ class MTPDraftModel(MTPNetwork):
                 "packed row; give one, or leave it out"
             )
         row = packed_row(input_ids, hidden_states, position_ids, document_ids, attention_mask)
-        ids, L = row.ids, len(row.ids)
+        ids, L = row.input_ids, len(row.input_ids)
         upstream, steps = cross_document_targets, self.config.num_speculative_steps
         beta = step_weight_beta
         default = torch.ones(steps) if beta is None else normalised_steps(steps, beta)
         step_weight = to_device(weights_of_steps(step_weights, default), ids.device)
         mask = torch.ones_like(ids) if loss_mask is None else loss_mask.flatten()
-        mask, documents = on_host(mask.bool(), row.documents)
+        mask, documents = on_host(mask.bool(), row.document_ids)
         carries_loss = mtp_supervision(mask, documents, steps, upstream)
         rows = upstream_rows(L, steps) if upstream else L - 1
-        length = self.rotary.length(row.positions[: max(0, rows)])
+        length = self.rotary.length(row.position_ids[: max(0, rows)])
         layer = self.config.transformer_layer_config
         back_end = attention_back_end(attn_impl, ids.device, lean, layer)
         entries = supervised_steps(carries_loss).to(ids.device)
-        carries_loss, with_loss = to_device(carries_loss, ids.device), (carries_loss, documents)
+        carries_loss_on_host, carries_loss = carries_loss, to_device(carries_loss, ids.device)
         counts = carries_loss.sum(-1).clamp(min=1)
         weight: RowWeight = (step_weight / counts)[entries.step]
         if by_scores := loss_weight(per_position_loss_weight):
@@ -245,11 +463,27 @@ class MTPDraftModel(MTPNetwork):
             weight = by_scores.of_rows(run, entries.step, L, steps, count)
         targets, head = ids[entries.target + 2], self.lm_head.weight
         if lean:
-            hidden = self.supervised_hidden(*row, *with_loss, as_served, back_end, length)
+            hidden = self.supervised_hidden(
+                row,
+                carries_loss_on_host,
+                documents,
+                as_served=as_served,
+                impl=back_end,
+                length=length,
+            )
             out = token_loss(hidden, head, targets, weight, gemm_dtype=gemm_dtype)
             logits = None
         else:
-            dense = self.dense_hidden(*row, steps, as_served, back_end, length)
+            dense = self.dense_hidden(
+                row.input_ids,
+                row.hidden_states,
+                row.document_ids,
+                row.position_ids,
+                steps,
+                as_served=as_served,
+                impl=back_end,
+                length=length,
+            )
             hidden = torch.cat([h[at[:-1]] for h, at in zip(dense, carries_loss)])
             out = dense_token_loss(hidden, head, targets, weight)
             logits = [by_text(self.lm_head(h[:rows]), len(input_ids)) for h in dense]

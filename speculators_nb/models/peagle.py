@@ -229,22 +229,23 @@ class PEagleDraftModel(Eagle3DraftModel):
     def dense_rollouts(
         self,
         input_ids: torch.Tensor,  # [L]
-        features: torch.Tensor,  # [L, A·H]
+        hidden_states: torch.Tensor,  # [L, A·H] of the verifier
         document_ids: torch.Tensor,  # [L]; this and the next two on the CPU
         anchor_pos: torch.Tensor,  # [T]
         depth: torch.Tensor,  # [T]
         impl: str = "sdpa",  # of `nn.attention.attention`
     ) -> torch.Tensor:  # [T, H], normed
         "The definition: all rows over all rows under the `rollouts` mask."
-        of_rows = anchor_pos, depth, document_ids
         masks = {
-            layer.window: rollouts(*of_rows, layer.window, input_ids.device)
+            layer.window: rollouts(
+                anchor_pos, depth, document_ids, layer.window, input_ids.device
+            )
             for layer in self.layers
         }
         anchor_pos, depth = (to_device(x, input_ids.device) for x in (anchor_pos, depth))
         position, known = anchor_pos + depth, depth == 0
-        masked = self.mask_hidden.view(1, -1).to(features.dtype)
-        hidden = self.fuse(torch.where(known[:, None], features[position], masked))
+        masked = self.mask_hidden.view(1, -1).to(hidden_states.dtype)
+        hidden = self.fuse(torch.where(known[:, None], hidden_states[position], masked))
         mask_token = self.config.mask_token_id or 0
         embeds = self.embed_tokens(torch.where(known, input_ids[position], mask_token))
         rope = self.rotary(hidden, position, len(input_ids))
@@ -261,7 +262,7 @@ class PEagleDraftModel(Eagle3DraftModel):
     def rollout_hidden(
         self,
         input_ids: torch.Tensor,  # [L]
-        features: torch.Tensor,  # [L, A·H]
+        hidden_states: torch.Tensor,  # [L, A·H] of the verifier
         document_ids: torch.Tensor,  # [L]; this and the plan on the CPU
         plan: RolloutPlan,
         impl: str = "blocked",  # of `block_attention`
@@ -272,17 +273,24 @@ class PEagleDraftModel(Eagle3DraftModel):
         documents = document_ids[document_ids >= 0]
         masks = {}
         if impl == "flex":
-            of_rows = place[plan.anchor[plan.keys]], plan.depth[plan.keys], documents
-            windows = [layer.window for layer in self.layers]
-            masks = {window: rollouts(*of_rows, window, device) for window in windows}
+            anchors, depths = place[plan.anchor[plan.keys]], plan.depth[plan.keys]
+            windows = {layer.window for layer in self.layers}
+            masks = {w: rollouts(anchors, depths, documents, w, device) for w in windows}
         plan = plan.to(device)
-        masked = self.mask_hidden.view(1, -1).to(features.dtype)
-        hidden = torch.cat([self.fuse(features[plan.order]), self.fuse(masked)])
+        masked = self.mask_hidden.view(1, -1).to(hidden_states.dtype)
+        hidden = torch.cat([self.fuse(hidden_states[plan.order]), self.fuse(masked)])
         mask_token = self.config.mask_token_id or 0
         embeds = self.embed_tokens(F.pad(input_ids[plan.order], (0, 1), value=mask_token))
         rope = self.rotary(hidden, plan.anchor + plan.depth, len(input_ids))
-        row = to_device(documents, device), to_device(place, device)
-        step = RolloutAttention(plan, rope, *row, impl, masks, {})
+        step = RolloutAttention(
+            plan=plan,
+            rope=rope,
+            document_ids=to_device(documents, device),
+            place=to_device(place, device),
+            impl=impl,
+            masks=masks,
+            queries={},
+        )
         for layer in self.layers:
             skip = plan.segments[0][1] if layer is self.layers[-1] else 0
             if layer is self.layers[0]:
@@ -318,28 +326,34 @@ class PEagleDraftModel(Eagle3DraftModel):
 
     def states_and_rows(
         self,
-        row: tuple[torch.Tensor, ...],  # ids [L], features [L, A·H], documents [L], mask [L]
+        input_ids: torch.Tensor,  # [L]
+        hidden_states: torch.Tensor,  # [L, A·H] of the verifier
+        document_ids: torch.Tensor,  # [L]; this and the next two on the CPU
+        loss_mask: torch.Tensor,  # [L]
         given: Rollouts,
         upstream: bool,  # rollouts may cross documents, and begin before the row
         lean: bool,
         attn_impl: str | None,
     ) -> tuple[torch.Tensor, Rollouts]:  # normed hidden states [T', H], and their rollouts
         "The hidden states of the rows that can be scored."
-        ids, features, documents, mask = row  # the last two on the CPU, as `given`
         anchor, depth = given
         if not upstream:
-            document = documents[anchor]
-            same = (document == documents[anchor + depth]) & (document >= 0)
+            document = document_ids[anchor]
+            same = (document == document_ids[anchor + depth]) & (document >= 0)
             inside = (anchor >= 0) & same
             given = Rollouts(anchor[inside], depth[inside])
         elif bool((anchor < 0).any()):
             lean = False  # upstream rollouts may start before the row; the dense form follows
         layer = self.config.transformer_layer_config
-        back_end = attention_back_end(attn_impl, ids.device, lean, layer)
+        back_end = attention_back_end(attn_impl, input_ids.device, lean, layer)
         if not lean:
-            return self.dense_rollouts(ids, features, documents, *given, back_end), given
-        plan = plan_of(given, documents, mask)
-        hidden = self.rollout_hidden(ids, features, documents, plan, back_end)
+            anchor, depth = given
+            hidden = self.dense_rollouts(
+                input_ids, hidden_states, document_ids, anchor, depth, back_end
+            )
+            return hidden, given
+        plan = plan_of(given, document_ids, loss_mask)
+        hidden = self.rollout_hidden(input_ids, hidden_states, document_ids, plan, back_end)
         first = plan.segments[0][1]
         return hidden, Rollouts(plan.anchor[first:], plan.depth[first:])
 
@@ -386,8 +400,16 @@ class PEagleDraftModel(Eagle3DraftModel):
         else:
             checked = check_given(cod_anchor_pos, cod_depth, len(ids), num_depths)
             given = Rollouts(*on_host(*checked))
-        row = ids, hidden_states[0].to(self.fc.weight.dtype), documents, mask
-        hidden, rows = self.states_and_rows(row, given, upstream, lean, attn_impl)
+        hidden, rows = self.states_and_rows(
+            input_ids=ids,
+            hidden_states=hidden_states[0].to(self.fc.weight.dtype),
+            document_ids=documents,
+            loss_mask=mask,
+            given=given,
+            upstream=upstream,
+            lean=lean,
+            attn_impl=attn_impl,
+        )
         position = rows.anchor + rows.depth
         scored = mask[position].nonzero()[:, 0]
         entries = Supervised(rows.depth[scored], position[scored], num_depths)

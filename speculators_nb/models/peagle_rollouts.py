@@ -200,7 +200,7 @@ class RolloutAttention(NamedTuple):
             rows = self.queries.setdefault(skip, self.plan.place[skip:])
             mask = self.masks[window].of_queries(rows)
             return at_once(queries, keys, values, self.plan, mask)
-        base = keys[:, self.plan.base], values[:, self.plan.base]
+        row_keys, row_values = keys[:, self.plan.base], values[:, self.plan.base]
         heads = []
         for a, b, depths in self.plan.segments:
             if a < skip or a == b:
@@ -209,5 +209,6 @@ class RolloutAttention(NamedTuple):
             mask = segment_mask(anchors, self.document_ids, depths, window)
             parts = queries[:, a - skip : b - skip], keys[:, a:b], values[:, a:b]
             q, k, v = (x.unflatten(1, (-1, depths)) for x in parts)
-            heads.append(block_attention(q, *base, k, v, mask, self.impl).flatten(1, 2))
+            out = block_attention(q, row_keys, row_values, k, v, mask, self.impl)
+            heads.append(out.flatten(1, 2))
         return torch.cat(heads, 1) if heads else queries

@@ -190,8 +190,8 @@ class TrainingTimeTest(SpeculatorModel):
         layers: Sequence[DecoderLayer]  # an nn.ModuleList
         rotary: Rotary
 
-    def first_inputs(self, input_ids: torch.Tensor, features: torch.Tensor) -> StepInputs:
-        "What step 0 reads: tokens [N], features of the verifier [N, A·H]."
+    def first_inputs(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> StepInputs:
+        "What step 0 reads: tokens [N], hidden states of the verifier [N, A·H]."
         raise NotImplementedError
 
     def next_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> StepInputs:
@@ -224,7 +224,7 @@ class TrainingTimeTest(SpeculatorModel):
     def dense_hidden(
         self,
         input_ids: torch.Tensor,  # [L]
-        features: torch.Tensor,  # [L, A·H]
+        hidden_states: torch.Tensor,  # [L, A·H] of the verifier
         document_ids: torch.Tensor,  # [L]
         position_ids: torch.Tensor,  # [L]
         steps: int,  # K
@@ -238,7 +238,7 @@ class TrainingTimeTest(SpeculatorModel):
         masks = [by_window[window] for window in windows]  # what is made of one is shared
         caches: list[list] = [[] for _ in self.layers]
         outputs = []
-        hidden, embeds = self.first_inputs(input_ids, features)
+        hidden, embeds = self.first_inputs(input_ids, hidden_states)
         for t in range(steps):
             rope = self.rotary(hidden, position_ids + t)
             for layer, cache, mask in zip(self.layers, caches, masks):

@@ -294,10 +294,14 @@ class XPressDraftModel(DFlashDraftModel):
 
     def __init__(self, config: XPressSpeculatorConfig):
         super().__init__(config)
-        H, B = config.transformer_layer_config.hidden_size, config.block_size
-        vocabularies = config.target_vocab_size, config.draft_vocab_size
-        refiner = config.xpress_rank, config.xpress_mlp_ratio
-        self.refiner_head = RefinerHead(*vocabularies, H, B, *refiner)
+        self.refiner_head = RefinerHead(
+            config.target_vocab_size,
+            config.draft_vocab_size,
+            hidden_size=config.transformer_layer_config.hidden_size,
+            block_size=config.block_size,
+            rank=config.xpress_rank,
+            mlp_ratio=config.xpress_mlp_ratio,
+        )
 
     def text_in_front(self, states: BlockStates) -> torch.Tensor:  # [A, B] verifier ids
         "The tokens in front of the ones that the slots predict, from the text itself."

@@ -124,9 +124,16 @@ def flex_mask(
         else:
             known = _in_ranges(disjoint(mask.ranges(query, keys), keys), device)
         blocks = known.blocks(rows, columns, FLEX_BLOCK, made_on)
-        lists = *_ordered(blocks.partial), *_ordered(blocks.full)
+        partial_count, partial = _ordered(blocks.partial)
+        full_count, full = _ordered(blocks.full)
         made = mask.made[queries, keys] = BlockMask.from_kv_blocks(
-            *lists, BLOCK_SIZE=FLEX_BLOCK, mask_mod=known.allowed, seq_lengths=(rows, columns)
+            kv_num_blocks=partial_count,
+            kv_indices=partial,
+            full_kv_num_blocks=full_count,
+            full_kv_indices=full,
+            BLOCK_SIZE=FLEX_BLOCK,
+            mask_mod=known.allowed,
+            seq_lengths=(rows, columns),
         )
         for name, x in list(vars(made).items()):
             if isinstance(x, Tensor):
@@ -224,9 +231,13 @@ def prefix_blocks(
     for begin, end in pairwise(borders):
         for a in range(begin, end, block):
             b = min(a + block, end)
-            keys = slice(min(lowest[a:b]), max(highest[a:b]))
-            common = max(all_first[a:b]), min(all_stop[a:b])
-            blocks.append(PrefixBlock(slice(a, b), keys, *common))
+            part = PrefixBlock(
+                anchors=slice(a, b),
+                keys=slice(min(lowest[a:b]), max(highest[a:b])),
+                all_first=max(all_first[a:b]),
+                all_stop=min(all_stop[a:b]),
+            )
+            blocks.append(part)
     return blocks
 
 # %% ../../nbs/nn/03_attention.ipynb #760e79de
@@ -368,8 +379,9 @@ def block_attention(
         if impl == "flex":
             keys = torch.cat([k, own_k.flatten(1, 2)], 1)
             values = torch.cat([v, own_v.flatten(1, 2)], 1)
-            rows = q.flatten(1, 2)[None], keys[None], values[None]
-            return masked_flex(*rows, mask, d**-0.5)[0][0].unflatten(1, (a, b))
+            rows = q.flatten(1, 2)[None]
+            out, _ = masked_flex(rows, keys[None], values[None], mask, d**-0.5)
+            return out[0].unflatten(1, (a, b))
         queries = torch.arange(a * b, device=q.device).view(a, b)
         own_keys = torch.arange(a * own_k.shape[2], device=q.device).view(a, -1) + k.shape[1]
         attended = attended_keys(mask, queries, own_keys, k.shape[1])
@@ -427,9 +439,15 @@ def prefix_attention(
             if attended is None:
                 attended = attended_keys(mask, rows[:, None], own_keys, k.shape[1])
             return _blocked(q[:, :, None], k, v, own_k, own_v, attended)[:, :, 0]
-        of_rows, scale = mask.of_queries(rows), q.shape[-1] ** -0.5
-        row = q[None], k[None], v[None], of_rows, scale
-        out, lse = masked_flex(*row, want_lse=bool(diagonal), mask_device=rows.device)
+        out, lse = masked_flex(
+            q[None],
+            k[None],
+            v[None],
+            mask.of_queries(rows),
+            scale=q.shape[-1] ** -0.5,
+            want_lse=bool(diagonal),
+            mask_device=rows.device,
+        )
         if lse is None:
             return out[0]
         of_own = to_device(mask.at(rows[:, None], own_keys), q.device)

@@ -269,19 +269,17 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(self.d, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.d, config.rms_norm_eps)
 
-    def _heads(self, x, norm=None):
-        heads = x.unflatten(-1, (x.shape[-1] // self.d, self.d)).transpose(-3, -2)
-        return heads if norm is None else norm(heads)
-
     @compiled_in_training
-    def rotated_queries(self, projected: Tensor, rope: Sequence[Tensor]) -> Tensor:
-        "[..., N, Hq·D] -> [..., Hq, N, D], normed where the family does that."
-        return rotate(self._heads(projected, self.q_norm), rope)
-
-    @compiled_in_training
-    def rotated_keys(self, projected: Tensor, rope: Sequence[Tensor]) -> Tensor:
-        "[..., N, Hkv·D] -> [..., Hkv, N, D], likewise."
-        return rotate(self._heads(projected, self.k_norm), rope)
+    def rotated_heads(
+        self,
+        projected: Tensor,  # [..., N, heads · D] queries or keys
+        rope: Sequence[Tensor],
+        norm: str,  # q_norm or k_norm
+    ) -> Tensor:  # [..., heads, N, D]
+        "Cut into heads, normed where the family does that, rotated to their positions."
+        heads = projected.unflatten(-1, (projected.shape[-1] // self.d, self.d))
+        heads, head_norm = heads.transpose(-3, -2), getattr(self, norm)
+        return rotate(heads if head_norm is None else head_norm(heads), rope)
 
     def query(self, x: Tensor | ProjectedEmbeds, rope: Sequence[Tensor]) -> Tensor:
         "Rotated queries: [..., N, size] -> [..., Hq, N, D]."
@@ -289,7 +287,7 @@ class Attention(nn.Module):
             projected = torch.addmm(x.query, x.hidden, x.query_weight.T)
         else:
             projected = self.q_proj(x)
-        return self.rotated_queries(projected, rope)
+        return self.rotated_heads(projected, rope, "q_norm")
 
     def key_value(
         self, x: Tensor | ProjectedEmbeds, rope: Sequence[Tensor]
@@ -300,7 +298,8 @@ class Attention(nn.Module):
             values = torch.addmm(x.value, x.hidden, x.value_weight.T)
         else:
             keys, values = self.k_proj(x), self.v_proj(x)
-        return self.rotated_keys(keys, rope), self._heads(values)
+        values = values.unflatten(-1, (values.shape[-1] // self.d, self.d))
+        return self.rotated_heads(keys, rope, "k_norm"), values.transpose(-3, -2)
 
     def output(self, heads: Tensor) -> Tensor:
         "Join the heads: [..., Hq, N, D] -> [..., N, H]."
@@ -405,17 +404,11 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.post_attention_layernorm = RMSNorm(h, eps)
         self.hidden_norm = RMSNorm(h, eps) if with_embeds else None
 
-    @property
-    def can_project_embeds(self) -> bool:
-        """Whether it trains, reads embeddings, and has its weights outside of `forward`, which
-        FSDP's have not."""
-        whole = not hasattr(self, "unshard")
-        return self.training and self.hidden_norm is not None and whole
-
     def project_embeds(self, embeds: Tensor) -> Tensor | ProjectedEmbeds:  # [N, H]
-        """The part of embeddings in queries, keys and values, for a layer with_embeds; the
-        embeddings themselves where that cannot be made beforehand."""
-        if not self.can_project_embeds:
+        """The part of embeddings in queries, keys and values, for a layer with_embeds that
+        trains; else, and where FSDP has the weights only in `forward`, the embeddings
+        themselves."""
+        if not self.training or self.hidden_norm is None or hasattr(self, "unshard"):
             return embeds
         attention, kind = self.self_attn, embeds.device.type
         norm: Any = self.input_layernorm  # an RMSNorm, where there are embeddings

@@ -11,7 +11,6 @@ __all__ = ['shift_by_one', 'ttt_supervision', 'on_host', 'Supervised', 'supervis
 from typing import NamedTuple
 
 import torch
-from torch.nn import functional as F
 
 from .attention import FLEX_BLOCK
 from .compiled import to_device
@@ -36,18 +35,13 @@ def ttt_supervision(
     cross_document: bool = False,  # True: only the loss mask decides, as upstream
 ) -> torch.Tensor:  # [K, L] bool: row i carries loss at step t
     "Rows that carry loss at each TTT step: row i at step t is scored at position i+t."
-
-    def ahead(x, t, fill):
-        return F.pad(x[t:], (0, min(t, len(x))), value=fill)
-
-    return torch.stack(
-        [
-            ahead(loss_mask.bool(), t, False)
-            & (cross_document | (ahead(document_ids, t, -1) == document_ids))
-            & (document_ids >= 0)
-            for t in range(steps)
-        ]
-    )
+    row = torch.arange(len(loss_mask), device=loss_mask.device)
+    scored_at = row + torch.arange(steps, device=row.device)[:, None]  # [K, L]
+    inside = scored_at < len(row)
+    scored_at = scored_at.where(inside, row)
+    same_document = document_ids[scored_at] == document_ids
+    in_loss = loss_mask.bool()[scored_at] & (cross_document | same_document)
+    return in_loss & inside & (document_ids >= 0)
 
 # %% ../../nbs/nn/09_supervision.ipynb #a76a752f
 def on_host(

@@ -30,16 +30,7 @@ else:
     PreTrainedModel = Any  # only a name here, whose module takes long to import
 
 # %% ../../nbs/nn/04_target_head.ipynb #6c6ba6df
-def _rms(h: Tensor, eps: float) -> Tensor:
-    return h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
-
-
-NORM_KINDS = {
-    "rms": lambda h, w, b, eps: w * _rms(h, eps),
-    "rms+1": lambda h, w, b, eps: (1 + w) * _rms(h, eps),
-    "layer": lambda h, w, b, eps: nn.functional.layer_norm(h, h.shape[-1:], w, b.float(), eps),
-    "layer+1": lambda h, w, b, eps: NORM_KINDS["layer"](h, 1 + w, b, eps),
-}
+NORM_KINDS = ("rms", "rms+1", "layer", "layer+1")  # "…+1": stored as offset from 1
 
 
 class FinalNorm(nn.Module):
@@ -48,7 +39,7 @@ class FinalNorm(nn.Module):
     def __init__(
         self,
         hidden_size: int,  # H
-        kind: str = "rms",  # "rms" or "layer" (centred); "…+1": stored as offset from 1
+        kind: str = "rms",  # of `NORM_KINDS`; "layer" is centred
         eps: float = 1e-6,  # added to the variance
     ):
         super().__init__()
@@ -65,7 +56,13 @@ class FinalNorm(nn.Module):
 
     @compiled_on_cuda
     def forward(self, h: Tensor) -> Tensor:  # [..., H] -> [..., H] float32
-        return NORM_KINDS[self.kind](h.float(), self.weight.float(), self.bias, self.eps)
+        h, weight = h.float(), self.weight.float()
+        if self.kind.endswith("+1"):
+            weight = 1 + weight
+        if self.bias is not None:
+            bias = self.bias.float()
+            return nn.functional.layer_norm(h, h.shape[-1:], weight, bias, self.eps)
+        return weight * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps))
 
 # %% ../../nbs/nn/04_target_head.ipynb #0ce3506c
 OFFSET_NORM = {
@@ -116,7 +113,7 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:  # multimodal or 
     return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
-def norm_kind(config: PretrainedConfig) -> str:  # a key of `NORM_KINDS`
+def norm_kind(config: PretrainedConfig) -> str:  # of `NORM_KINDS`
     "The final norm's convention of a verifier family."
     family = text_config(config).model_type
     kind = "layer" if family in LAYER_NORM else "rms"

@@ -112,9 +112,9 @@ def empty_drafter(
         model = empty.from_training_args(layers, verifier_name_or_path=info.name, **model_args)
         model.verifier_layers = info.text.num_hidden_layers
         if getattr(model, "verifier_attachment_mode", "") == "detached":  # it has no place for them
-            size = info.text.vocab_size, info.text.hidden_size
-            model.embed_tokens = nn.Embedding(*size).requires_grad_(False)
-            model.lm_head = nn.Linear(*size[::-1], bias=False).requires_grad_(False)
+            V, H = info.text.vocab_size, info.text.hidden_size
+            model.embed_tokens = nn.Embedding(V, H).requires_grad_(False)
+            model.lm_head = nn.Linear(H, V, bias=False).requires_grad_(False)
             model.verifier_attachment_mode = "train_only"
         if not model.own_heads and model.target_head.weight is None:
             model.target_head.set_rows(model.lm_head.weight)

@@ -173,9 +173,9 @@ def _check_mapping(model, mapping) -> list[str]:
     "Violations of the mapping between draft and target token ids."
     if model.t2d is None or len(mapping) < 2:
         return []
-    sizes = (model.target_vocab_size, model.config.draft_vocab_size)
+    V, Vd = model.target_vocab_size, model.config.draft_vocab_size
     try:
-        check_vocab_mapping(mapping["t2d"], mapping["d2t"], *sizes)
+        check_vocab_mapping(mapping["t2d"], mapping["d2t"], V, Vd)
     except ValueError as e:
         return [str(e)]
     return []

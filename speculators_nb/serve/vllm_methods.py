@@ -248,8 +248,14 @@ def omni_problem(
     needed = dict(target_hidden_size=hidden, hidden_size=hidden) | needed
     vocabulary, most = draft.get("vocab_size"), text.get("vocab_size", float("inf"))
     drafted = first_of(draft, "draft_vocab_size", "vocab_size")
-    mask_names = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
-    mask = first_of(draft, "dflash_config.mask_token_id", *mask_names)
+    mask = first_of(
+        draft,
+        "dflash_config.mask_token_id",
+        "mask_token_id",
+        "dspark_noise_token_id",
+        "pard_token",
+        "ptd_token_id",
+    )
     is_a_token = is_count(vocabulary) and is_count(mask, 0, vocabulary - 1)
     ropes = [draft.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
     mrope = any("mrope_section" in part for part in (draft, *ropes))

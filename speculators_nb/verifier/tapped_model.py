@@ -445,7 +445,7 @@ class Verifier(TappedModel):
         "Load from safetensors. Errors: as of `load_model`."
         trusted = remote_code_allowed() if trust_remote_code is None else trust_remote_code
         if not placed and _quantisation(verifier_config(path, trusted)) is not None:
-            placed = {"device_map": {"": device or "cpu"}}  # they are not moved afterwards
+            placed["device_map"] = {"": device or "cpu"}  # they are not moved afterwards
         model: Any = load_model(path, dtype, trusted, attn_implementation, **placed)
         return cls(model if placed else model.to(device), aux_layer_ids)
 
