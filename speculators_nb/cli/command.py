@@ -581,8 +581,7 @@ class ShellCommand(TyperCommand):
 
 
 def _values(function, name, app, context, recipe, line):
-    """Every argument of the function, checked: from the command line, the recipe, or its
-    default."""
+    "Every argument of the function, checked: from the command line, the recipe, or its default."
     from .recipe import read_recipe, resolve
 
     given = {n for n in line if context.get_parameter_source(n).name == "COMMANDLINE"}
@@ -603,8 +602,7 @@ def _flags(app, command) -> set[str]:
 
 
 def _next_line(steps, recipe, app, own) -> str:
-    """What to type next, with the drafters of one's own; a step that has a section in the
-    recipe is read from there."""
+    "What to type next, with the drafters of one's own; a step that has a section in the recipe is read from there."
     from .recipe import sections_of
 
     written = sections_of(recipe) if recipe else ()

@@ -34,11 +34,9 @@ from ..verifier.row_limits import RowLimits
 from ..verifier.tapped_model import Verifier, faster_dtype
 
 
-def device_of(
-    name: str | None,  # as torch spells it; None, auto: this rank's accelerator, if any
-) -> torch.device:
-    """Where to compute. Errors: ValueError for a device that torch does not know, or that this
-    machine does not have."""
+def device_of(name: str | None) -> torch.device:
+    """Where to compute; None or auto: this rank's accelerator, if any. ValueError for a device that torch does not
+    know, or that this machine does not have."""
     check_options(dict(device=name))
     if not name or name == "auto":
         # a CUDA build of torch names "cuda" on a machine without a driver, too
@@ -61,12 +59,9 @@ def device_of(
     return device
 
 
-def open_tokenizer(
-    verifier: str | os.PathLike,  # folder or hub id
-    trust_remote_code: bool = False,  # run code that comes with it
-):  # a transformers tokenizer
-    """A verifier's tokenizer. Errors: FileNotFoundError where the folder has none; ValueError
-    for one that cannot be read."""
+def open_tokenizer(verifier: str | os.PathLike, trust_remote_code: bool = False):
+    """A verifier's tokenizer. Errors: FileNotFoundError where the folder has none; ValueError for one that cannot be
+    read."""
     if Path(verifier).is_dir():
         check_tokenizer(verifier)
     with tokenizer_errors(verifier):
@@ -94,11 +89,8 @@ def open_verifier(
     return Verifier.from_pretrained(str(verifier), layers, device=place, **options), tokenizer
 
 
-def dtype_of(
-    verifier: Verifier,
-    compute_dtype: str | None,  # auto: as is faster here; bfloat16, float32; None: as loaded
-) -> torch.dtype | None:  # of products; None: the verifier's
-    "The number format in which a verifier's products are computed."
+def dtype_of(verifier: Verifier, compute_dtype: str | None) -> torch.dtype | None:
+    "The number format in which a verifier's products are computed (auto: as is faster here); None: the verifier's."
     if compute_dtype == "auto":
         return faster_dtype(verifier)
     return torch.bfloat16 if compute_dtype == "bfloat16" else None
@@ -146,28 +138,38 @@ def regenerate(
             write_provenance(output, "regenerate", given | dict(model=model), origin, **report)
 
     if server is not None:
-        with_server: dict[str, Any] = dict(model=model, tokenizer=verifier)
-        with_server |= dict(concurrency=concurrency, patience=patience, then=record)
-        report = regenerate_from_server(server, data, output, **with_server, **given)
+        report = regenerate_from_server(
+            server,
+            data,
+            output,
+            model=model,
+            tokenizer=verifier,
+            concurrency=concurrency,
+            patience=patience,
+            then=record,
+            **given,
+        )
     else:
         assert verifier is not None  # or check_options refuses
         loaded = "float32" if compute_dtype == "float32" else "auto"
-        opened = open_verifier(verifier, None, device, False, attn_implementation, loaded)
+        opened, tokenizer = open_verifier(verifier, None, device, False, attn_implementation, loaded)
         if self_prompts is not None:
-            dropped = write_self_prompts(*opened, data, self_prompts, languages or None, seed, batch_size or 96)
+            dropped = write_self_prompts(
+                opened, tokenizer, data, self_prompts, languages or None, seed, batch_size or 96
+            )
             log.info("%d questions; dropped: %s", self_prompts, dict(dropped))
-        here: dict[str, Any] = dict(batch_size=batch_size, then=record)
-        here |= dict(compute_dtype=dtype_of(opened[0], compute_dtype))
-        report = answer_here(*opened, data, output, **here, **given)
+        computed = dtype_of(opened, compute_dtype)
+        report = answer_here(
+            opened, tokenizer, data, output, batch_size=batch_size, compute_dtype=computed, then=record, **given
+        )
     if not report.done:
         raise ValueError(f"data={str(data)!r}: holds no conversation; name a file that has some")
     if report["failed"] and not report["written"] + report["kept"]:
         reason, n = report["failed"].most_common(1)[0]
         first = report.first["failed", reason]
         raise ValueError(
-            f"none of {report['failed'].total()} conversations was answered; {n} of them: "
-            f"{reason} (first: {first}). {Path(output).with_suffix('.errors.jsonl')} names "
-            "each; mend it, and run the same command again"
+            f"none of {report['failed'].total()} conversations was answered; {n} of them: {reason} (first: {first}). "
+            f"{Path(output).with_suffix('.errors.jsonl')} names each; mend it, and run the same command again"
         )
     return report
 
@@ -183,15 +185,9 @@ def _rows(data, tokenizer, max_length, max_samples, vocab_size=None) -> Dataset:
 log = logging.getLogger(__name__)
 
 
-def log_disk(
-    output_dir: Path,  # where the features go; need not exist yet
-    rows: Dataset,  # that are stored: with seq_len
-    hidden_size: int,  # H
-    states: int,  # stored for a token
-    dtype: str,  # as stored
-) -> None:
-    """Log how much disk the features need, before the first is written, and where the disk has
-    less."""
+def log_disk(output_dir: Path, rows: Dataset, hidden_size: int, states: int, dtype: str) -> None:
+    """Log how much disk the features of rows need (`states` for a token, as `dtype`), before the first is written, and
+    where the disk has less."""
     tokens = sum(rows["seq_len"])
     free = free_disk(output_dir)
     disk = features_on_disk(tokens, len(rows), hidden_size, states, dtype, free)
@@ -204,51 +200,6 @@ def log_disk(
             free / 1e9,
             disk.remedy,
         )
-
-
-def _states_from_server(rows, options, then) -> dict:
-    "Features by servers; processes that work in the folder share its rows."
-    o, rank, world_size = options, options["rank"], options["world_size"]
-    config = text_config(verifier_config(o["verifier"]))
-    chosen, last = o["aux_layer_ids"], config.num_hidden_layers
-    layers = [*chosen, last] if chosen else None
-    mine = rows.select(shard(len(rows), rank, world_size))
-    RowLimits.of(config).warn(log, "features", rows["seq_len"][:])
-    log_disk(o["output_dir"], mine, config.hidden_size, len(layers or range(4)), o["dtype"])
-    return extract_from_server(
-        o["server"] or HERE,
-        rows,
-        o["output_dir"],
-        o["storage"],
-        layer_ids=layers,
-        concurrency=o["concurrency"],
-        dtype=o["dtype"],
-        rank=rank,
-        world_size=world_size,
-        patience=o["patience"],
-        shard_gb=o["shard_gb"],
-        then=then,
-    )
-
-
-def _states_in_process(model, rows, options, then) -> dict:
-    "Features by a verifier in this process, which shares its batches with others."
-    o, rank, world_size = options, options["rank"], options["world_size"]
-    mine = rows.select(shard(len(rows), rank, world_size))
-    states = len(model.aux_layer_ids) + 1
-    log_disk(o["output_dir"], mine, model.hidden_size, states, o["dtype"])
-    return extract_features(
-        model,
-        rows,
-        o["output_dir"],
-        dtype=o["dtype"],
-        max_tokens=o["max_tokens"],
-        rank=rank,
-        world_size=world_size,
-        then=then,
-        shard_gb=o["shard_gb"],
-        compute_dtype=dtype_of(model, o["compute_dtype"]),
-    )
 
 
 def features(
@@ -279,17 +230,34 @@ def features(
     if engine == "ray":
         return on_ray(features, options | dict(engine="local"), "output_dir")
     used = one_or_several(server or HERE) if source == "vllm" else None
-    record = dict(source=source, server=used, dtype=dtype)
-    record |= dict(max_length=max_length, max_samples=max_samples)
+    record = dict(source=source, server=used, dtype=dtype, max_length=max_length, max_samples=max_samples)
     record |= dict(rank=rank, world_size=world_size)
-    origin = {"verifier": verifier, "data": data}
 
     def then(counts):
-        write_provenance(output_dir, "features", record, origin, **counts)
+        write_provenance(output_dir, "features", record, {"verifier": verifier, "data": data}, **counts)
 
     if source == "vllm":
+        assert storage is not None  # or check_options refuses
         rows = _rows(data, open_tokenizer(verifier, trust_remote_code), max_length, max_samples)
-        counts = _states_from_server(rows, options, then)
+        config = text_config(verifier_config(verifier))
+        layers = [*aux_layer_ids, config.num_hidden_layers] if aux_layer_ids else None
+        share = rows.select(shard(len(rows), rank, world_size))
+        RowLimits.of(config).warn(log, "features", rows["seq_len"][:])
+        log_disk(output_dir, share, config.hidden_size, len(layers or range(4)), dtype)
+        counts = extract_from_server(
+            server or HERE,
+            rows,
+            output_dir,
+            storage,
+            layers,
+            concurrency=concurrency,
+            dtype=dtype,
+            rank=rank,
+            world_size=world_size,
+            patience=patience,
+            shard_gb=shard_gb,
+            then=then,
+        )
     else:
         loaded = "float32" if compute_dtype == "float32" else "auto"
         model, tokenizer = open_verifier(
@@ -297,9 +265,21 @@ def features(
         )
         vocab_size = model.model.get_input_embeddings().get_parameter("weight").shape[0]
         rows = _rows(data, tokenizer, max_length, max_samples, vocab_size)
-        counts = _states_in_process(model, rows, options, then)
-    total = dict(rows=len(rows), tokens=sum(rows["seq_len"]), output_dir=output_dir)
-    return counts | total
+        share = rows.select(shard(len(rows), rank, world_size))
+        log_disk(output_dir, share, model.hidden_size, len(model.aux_layer_ids) + 1, dtype)
+        counts = extract_features(
+            model,
+            rows,
+            output_dir,
+            dtype=dtype,
+            max_tokens=max_tokens,
+            rank=rank,
+            world_size=world_size,
+            compute_dtype=dtype_of(model, compute_dtype),
+            shard_gb=shard_gb,
+            then=then,
+        )
+    return counts | dict(rows=len(rows), tokens=sum(rows["seq_len"]), output_dir=output_dir)
 
 
 def _another(folder, t2d, d2t) -> bool:

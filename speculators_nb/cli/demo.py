@@ -58,10 +58,7 @@ from .inputs import check_clone, check_settings
 # passes over one, and a greedy text would depend on the drafter.
 
 
-def keep_to(
-    record: Path,  # of the settings of a folder; written where there is none
-    settings: dict,  # of this call
-):
+def keep_to(record: Path, settings: dict):
     """A folder is continued by a call with the settings that began it, and by no other. Errors:
     FileExistsError naming the setting that differs."""
     check_settings(record, settings)
@@ -135,8 +132,7 @@ class DemoRun(NamedTuple):
 
 
 def _train(run) -> SpeculatorTrainer:
-    """A drafter, trained on the features or continued; each evaluation decodes some held-out
-    prompts."""
+    "A drafter, trained on the features or continued; each evaluation decodes some held-out prompts."
     given = run.given
     few = encode_prompts(run.questions[:PROMPTS], run.tokenizer)
     ends = eos_ids_of(run.model, run.tokenizer)
@@ -153,8 +149,7 @@ def _train(run) -> SpeculatorTrainer:
 
 
 def _measure(run) -> Evaluation:
-    """Held-out prompts decoded with three drafters; what was decoded before an interruption is
-    kept."""
+    "Held-out prompts decoded with three drafters; what was decoded before an interruption is kept."
     given, model = run.given, run.model
     drafter = SpeculatorModel.from_pretrained(run.folder / "drafter").drafter()
     drafters = {PLAIN: NoDrafter(), "n-gram": NgramDrafter(), given["algorithm"]: drafter}
@@ -178,10 +173,7 @@ def _measure(run) -> Evaluation:
     return evaluation
 
 
-def question_of(
-    prompt: Prompt,
-    tokenizer: Any,  # of the verifier
-) -> str:
+def question_of(prompt: Prompt, tokenizer: Any) -> str:
     "What a prompt asks, as a person typed it."
     if prompt.messages:
         return str(prompt.messages[-1]["content"])
@@ -243,10 +235,7 @@ def _training(folder, trainer):
     return training_sections(folder, trainer.model, few, **given)
 
 
-def commands(
-    run: DemoRun,
-    served: bool,  # vLLM reads the checkpoint
-) -> list[str]:
+def commands(run: DemoRun, served: bool) -> list[str]:
     "What is typed to make the demo again, and to use its drafter."
     own, defaults = run.given, inspect.signature(globals()[run.command]).parameters
     own = {n: v for n, v in own.items() if v is not None and v != defaults[n].default}
@@ -260,10 +249,9 @@ def commands(
 
 TITLE = "A drafter and its acceptance"
 LEAD = (
-    "Speculative decoding: a small drafter proposes tokens, and the verifier, the model whose "
-    "text is wanted, checks several of them in one forward pass. This page is about one "
-    "drafter: what it saves, what its verifier thinks of its tokens, how it was trained and "
-    "what that took."
+    "Speculative decoding: a small drafter proposes tokens, and the verifier, the model whose text is wanted, checks "
+    "several of them in one forward pass. This page is about one drafter: what it saves, what its verifier thinks of "
+    "its tokens, how it was trained and what that took."
 )
 
 

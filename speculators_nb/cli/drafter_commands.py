@@ -128,10 +128,25 @@ def train(
     check_step_memory(verifier, locals())
     with disk_errors(output_dir, KEPT), remote_code(trust_remote_code), one_writer(output_dir):
         trainer = train_drafter(
-            *(data_dir, output_dir, verifier, algorithm, draft_arch, num_layers),
-            *(draft_vocab_size, from_pretrained, seed, eval_share, on_bad, server, storage),
-            *(aux_layer_ids or None, trust_features, _decoding(verifier, decode_prompts)),
-            **dict(resume_from_checkpoint=resume, overwrite=overwrite, patience=patience),
+            data_dir,
+            output_dir,
+            verifier,
+            algorithm,
+            draft_arch=draft_arch,
+            num_layers=num_layers,
+            draft_vocab_size=draft_vocab_size,
+            from_pretrained=from_pretrained,
+            seed=seed,
+            eval_share=eval_share,
+            on_bad=on_bad,
+            url=server,
+            storage=storage,
+            target_layer_ids=aux_layer_ids or None,
+            trust_features=trust_features,
+            measure=_decoding(verifier, decode_prompts),
+            patience=patience,
+            resume_from_checkpoint=resume,
+            overwrite=overwrite,
             **given | more,
         )
     record = dict(algorithm=algorithm, num_layers=num_layers, seed=seed, resume=resume)
@@ -143,12 +158,8 @@ def train(
     return trainer
 
 
-def prompts_of(
-    data: str | Path,  # a set's name or conversations, as in `read_prompts`
-    tokenizer,  # with a chat template
-    max_samples: int | None = None,  # the first so many; None: all
-) -> tuple[list, list[str] | None]:  # as of `encode_each`, and domains; None: none is named
-    "The questions before the first answer, rendered for generation."
+def prompts_of(data: str | Path, tokenizer, max_samples: int | None = None) -> tuple[list, list[str] | None]:
+    "The questions before the first answer, rendered for generation, and their domains; None: none is named."
     prompts = read_prompts(data, first=max_samples)
     domains = [prompt.domain for prompt in prompts]
     return encode_each(prompts, tokenizer), domains if set(domains) != {"all"} else None

@@ -36,9 +36,8 @@ def check_features(data_dir: str | os.PathLike, verifier: str | None = None):
     path, model = Path(data_dir), verifier or "VERIFIER"
     if path.is_file():
         raise ValueError(
-            f"data_dir={str(path)!r}: is a file, and a drafter is trained on features. Make "
-            f"them: speculators-nb features {typed(path)} FEATURES --verifier {model}; "
-            "then speculators-nb train FEATURES DRAFTER"
+            f"data_dir={str(path)!r}: is a file, and a drafter is trained on features. Make them: speculators-nb "
+            f"features {typed(path)} FEATURES --verifier {model}; then speculators-nb train FEATURES DRAFTER"
         )
     if not path.is_dir():
         raise FileNotFoundError(

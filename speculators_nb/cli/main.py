@@ -11,9 +11,8 @@ from .run import run_recipe
 
 app = new_app(
     "speculators-nb",
-    "Speculative decoding: make features, train a drafter, measure it, serve it with vLLM. The "
-    "commands are listed in the order of work; "
-    "each takes --recipe FILE. Start with: speculators-nb demo",
+    "Speculative decoding: make features, train a drafter, measure it, serve it with vLLM. The commands are listed in "
+    "the order of work; each takes --recipe FILE. Start with: speculators-nb demo",
 )
 
 
@@ -211,10 +210,7 @@ real = command(
 )  # it reports while it runs
 
 
-def perform(
-    name: str,  # of a command
-    values: dict,  # every argument
-):
+def perform(name: str, values: dict):
     "Run a command of this program on checked values, as a stage of a run."
     with one_line(app.functions[name]):
         app.perform[name](values)

@@ -360,9 +360,8 @@ def refuse_overwriting(planned: list[Planned], overwrite: bool):
         first = again[0]
         rest = ", ".join(p.stage.name for p in again[1:])
         raise FileExistsError(
-            f"{first.stage.name}: {first.stage.output} was made otherwise ({first.why}). Give "
-            f"--overwrite to make it again{f', with {rest}' if rest else ''}; or name another "
-            "folder in the recipe"
+            f"{first.stage.name}: {first.stage.output} was made otherwise ({first.why}). Give --overwrite to make it "
+            f"again{f', with {rest}' if rest else ''}; or name another folder in the recipe"
         )
 
 

@@ -60,9 +60,8 @@ def _once(pairs):
 
 
 def with_home(value: Any) -> Any:  # the same
-    """A text that begins with ~, or name=~, becomes a path below the home folder, as in a
-    shell; nothing after this expands a path. Errors: ValueError for one that begins with a
-    variable."""
+    """A text that begins with ~, or name=~, becomes a path below the home folder, as in a shell; nothing after this
+    expands a path. Errors: ValueError for one that begins with a variable."""
     if isinstance(value, dict):
         return {key: with_home(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -81,8 +80,7 @@ MOST_TEXT, MOST_VALUES, DEEPEST = 2**20, 10_000, 8  # characters, values, levels
 
 
 def _count(content, depth=0, seen=0) -> int:
-    """Values in the file, repeated ones as often as they are repeated. Errors: ValueError for
-    too many, or too deep."""
+    "Values in the file, repeated ones as often as they are repeated. Errors: ValueError for too many, or too deep."
     if depth > DEEPEST:
         raise ValueError(f"more than {DEEPEST} levels deep")
     inner = content.values() if isinstance(content, dict) else content
@@ -308,18 +306,18 @@ def _parts(path: Path, known: Mapping) -> tuple[dict, dict]:
     return shared, sections
 
 
-def read_recipe(path: str | os.PathLike, command: str, commands: Mapping[str, Callable] | None = None) -> dict:
+def _with_shared(path, command, known, shared, section) -> dict:
+    "A section's values over those shared values that its command takes."
+    mine = {field: value for field, value in shared.items() if field in known[command]}
+    return _section(mine, known[command], command, f"{path}: ") | section
+
+
+def read_recipe(path: str | os.PathLike, command: str, commands: Mapping[str, Callable]) -> dict:
     """The values that a recipe has for a command: its section over the shared values. ValueError: a section, a field, a
-    type or a value that no command takes, with the nearest one that exists; nothing is checked without `commands`."""
-    path = Path(path)
-    if commands is None:
-        content = _load(path)
-        shared = {k: v for k, v in content.items() if not isinstance(v, dict)}
-        return shared | content.get(command, {})
-    known = {name: fields_of(f) for name, f in commands.items()}
-    shared, sections = _parts(path, known)
-    mine = {f: v for f, v in shared.items() if f in known[command]}
-    return _section(mine, known[command], command, f"{path}: ") | sections.get(command, {})
+    type or a value that no command takes, with the nearest one that exists."""
+    known = {name: fields_of(function) for name, function in commands.items()}
+    shared, sections = _parts(Path(path), known)
+    return _with_shared(path, command, known, shared, sections.get(command, {}))
 
 
 def _imports(*given) -> dict[str, list[str]]:
@@ -360,8 +358,7 @@ def read_sections(path: str | os.PathLike, commands: Mapping[str, Callable]) -> 
     shared, sections = _parts(path, known)
     for name, section in sections.items():
         command = command_of(name)
-        mine = {f: v for f, v in shared.items() if f in known[command]}
-        mine = _section(mine, known[command], command, f"{path}: ") | section
+        mine = _with_shared(path, command, known, shared, section)
         parameters = inspect.signature(commands[command]).parameters.values()
         for p in parameters:
             if p.default is p.empty and p.kind is not p.VAR_KEYWORD and p.name not in mine:

@@ -75,9 +75,8 @@ def load_tensors(path: str | os.PathLike, names: Iterable[str] | None = None) ->
 
 
 def load_pickle(path: str | os.PathLike) -> Any:  # tensors and plain containers, on the CPU
-    """Read a pickle as data: torch's `weights_only` reader knows tensors, numbers, strings and
-    containers, and calls nothing that the file names.
-    Errors: FileNotFoundError; ValueError saying what else the file asks for, or that it is
+    """Read a pickle as data: torch's `weights_only` reader knows tensors, numbers, strings and containers, and calls
+    nothing that the file names. Errors: FileNotFoundError; ValueError saying what else the file asks for, or that it is
     damaged."""
     path = Path(path)
     if not path.is_file():
@@ -91,9 +90,8 @@ def load_pickle(path: str | os.PathLike) -> Any:  # tensors and plain containers
         if named:
             what = f"it asks for {named[1]}, which could be anything"
         raise ValueError(
-            f"{path}: refused, this is not a pickle of plain tensors ({what}). Nothing in it "
-            "was run. Ask for the same weights as safetensors, "
-            "or write them again where you trust the file"
+            f"{path}: refused, this is not a pickle of plain tensors ({what}). Nothing in it was run. Ask for the same "
+            "weights as safetensors, or write them again where you trust the file"
         ) from None
 
 
@@ -251,9 +249,8 @@ def resolve_checkpoint(
 
 
 def inside(folder: str | os.PathLike, name: str) -> Path:
-    """A file of a foreign folder. Errors: ValueError for a name, or a link behind it, that
-    leads out of the folder. (The hub's cache keeps a snapshot as links to the blobs of the same
-    repository, which counts as inside.)"""
+    """A file of a foreign folder. Errors: ValueError for a name, or a link behind it, that leads out of the folder.
+    (The hub's cache keeps a snapshot as links to the blobs of the same repository, which counts as inside.)"""
     folder, home = Path(folder), Path(os.path.realpath(folder))
     if not isinstance(name, str) or name in ("", ".", "..") or Path(name).name != name:
         raise ValueError(
@@ -289,8 +286,7 @@ def read_index(file: str | os.PathLike) -> dict[str, Path]:  # tensor name -> th
 
 
 def checkpoint_index(name_or_path: str | os.PathLike) -> dict[str, Path]:
-    """List a checkpoint's tensors, for a single-file or an index-sharded model folder, without
-    reading any of them."""
+    "List a checkpoint's tensors, for a single-file or an index-sharded model folder, without reading any of them."
     folder = resolve_checkpoint(name_or_path)
     index = folder / "model.safetensors.index.json"
     single = folder / "model.safetensors"
@@ -303,9 +299,8 @@ def checkpoint_index(name_or_path: str | os.PathLike) -> dict[str, Path]:
     remedy = "Is this a model folder?"
     if pickles:
         remedy = (
-            f"It holds {', '.join(pickles[:3])}: pickles can run code when read, so they are "
-            "refused. A drafter's are read as data by use_safetensors=False; convert a "
-            "verifier's once, where you trust them: "
+            f"It holds {', '.join(pickles[:3])}: pickles can run code when read, so they are refused. A drafter's are "
+            "read as data by use_safetensors=False; convert a verifier's once, where you trust them: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )
     raise FileNotFoundError(f"{folder}: no model.safetensors and no model.safetensors.index.json. {remedy}")
@@ -381,7 +376,6 @@ def read_state(path: str | os.PathLike) -> dict:  # name -> tensor
     if absent := [f for f in files if not f.is_file()]:
         raise FileNotFoundError(
             f"{absent[0]}: no such file, and {listing.name} says that it holds "
-            f"{', '.join(n for n in index if index[n] == absent[0])}; the checkpoint is "
-            "incomplete, fetch it again"
+            f"{', '.join(n for n in index if index[n] == absent[0])}; the checkpoint is incomplete, fetch it again"
         )
     return _load(index)

@@ -19,8 +19,7 @@ from unittest.mock import patch
 
 
 class EndpointError(RuntimeError):
-    """A request that was not answered; `status` is the HTTP status, or None where there was
-    none."""
+    "A request that was not answered; `status` is the HTTP status, or None where there was none."
 
     def __init__(self, message: str, status: int | None = None):
         super().__init__(message)
@@ -64,9 +63,8 @@ class Breaker:
         self.failures += 1
         if self.failures >= self.limit:
             raise TooManyFailures(
-                f"{self.failures} failures in a row, so the job was stopped; what was finished "
-                "is kept, and the same call goes "
-                f"on from there. The last reason: {type(result).__name__}: {result}"
+                f"{self.failures} failures in a row, so the job was stopped; what was finished is kept, and the same "
+                f"call goes on from there. The last reason: {type(result).__name__}: {result}"
             )
         return False
 

@@ -112,8 +112,7 @@ def check_layers(
     config: dict[str, Any],  # of a decoder
     where: str = "",  # written before a field's name in the message
 ) -> None:
-    """Refuse sizes that no layer can have. Errors: ValueError naming the field, its value and
-    what it may be."""
+    "Refuse sizes that no layer can have. Errors: ValueError naming the field, its value and what it may be."
     for name, rule in LAYER_RULES.items():
         if name in config and (problem := rule.problem(config[name])):
             raise ValueError(f"{where}{name}={shown(config[name])}: {problem}")
@@ -225,8 +224,7 @@ class VerifierConfig(ReloadableBaseModel):
 
 
 class SpeculatorsConfig(ReloadableBaseModel):
-    """The part of the config that is the same for every drafter: algorithm, proposal methods,
-    verifier."""
+    "The part of the config that is the same for every drafter: algorithm, proposal methods, verifier."
 
     model_config = ConfigDict(extra="allow", validate_assignment=True)
 
@@ -328,9 +326,8 @@ def _class_of(config_dict) -> "type[SpeculatorModelConfig]":
     known = ", ".join(sorted(registry))
     if "speculators_model_type" not in config_dict:
         raise NotSupported(
-            "speculators_model_type is missing, so this is not a drafter's config "
-            f"(its model_type is {config_dict.get('model_type')!r}). "
-            f"Known types: {known}. Convert a foreign checkpoint first."
+            "speculators_model_type is missing, so this is not a drafter's config (its model_type is "
+            f"{config_dict.get('model_type')!r}). Known types: {known}. Convert a foreign checkpoint first."
         )
     if name not in registry:
         raise ValueError(
@@ -514,15 +511,13 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
         config_dict: dict[str, Any],  # the content of a config.json
         **kwargs,  # passed on to transformers: overrides for fields, return_unused_kwargs
     ) -> "SpeculatorModelConfig":  # an object of the class that `speculators_model_type` names
-        """Make the config that a dictionary describes. Errors: ValueError without a known
-        `speculators_model_type`."""
+        "Make the config that a dictionary describes. Errors: ValueError without a known `speculators_model_type`."
         target = _class_of(config_dict)
         if not issubclass(target, cls):
             name = config_dict["speculators_model_type"]
             raise ValueError(
-                f"speculators_model_type={name!r} makes a {target.__name__}, which is not a "
-                f"{cls.__name__}. Use {target.__name__}.from_dict, or "
-                "SpeculatorModelConfig.from_dict for any type."
+                f"speculators_model_type={name!r} makes a {target.__name__}, which is not a {cls.__name__}. Use "
+                f"{target.__name__}.from_dict, or SpeculatorModelConfig.from_dict for any type."
             )
         config = copy.deepcopy(config_dict)
         hidden = {name: config.pop(name) for name in ("self", "_only_data") if name in config}
@@ -636,8 +631,7 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
 
 
 def reload_schemas():
-    """Have the containing models accept proposal methods that registered after this module was
-    imported."""
+    "Have the containing models accept proposal methods that registered after this module was imported."
     TokenProposalConfig.reload_schema()
     SpeculatorsConfig.reload_schema()
     _field_types.cache_clear()

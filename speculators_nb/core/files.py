@@ -76,8 +76,7 @@ def _file_size_limited() -> bool:
 
 
 def _why(path: Path) -> int:
-    """The errno behind a writer's failure that does not say: looked for while its half file is
-    still there."""
+    "The errno behind a writer's failure that does not say: looked for while its half file is still there."
     folder = next(p for p in (path.parent, *path.absolute().parents) if p.is_dir())
     if not path.parent.is_dir():
         return errno.ENOTDIR if path.parent.exists() else errno.ENOENT
@@ -189,8 +188,7 @@ def _sync(path: Path):
 
 
 def _sync_name(folder: Path):
-    """The same for names in a folder; some file systems cannot, and a folder may be writable
-    without being readable."""
+    "The same for names in a folder; some file systems cannot, and a folder may be writable without being readable."
     try:
         _sync(folder)
     except OSError as e:
@@ -277,8 +275,7 @@ def check_length(path: Path) -> None:
 
 @contextlib.contextmanager
 def read_errors(path: str | os.PathLike) -> Iterator[None]:
-    """Name the file in an OSError of a read, which has none where a disk fails in the midst of
-    it."""
+    "Name the file in an OSError of a read, which has none where a disk fails in the midst of it."
     try:
         yield
     except OSError as e:
@@ -353,10 +350,9 @@ def check_folder(path: str | os.PathLike, name: str | os.PathLike | None = None)
     config = read_object(folder / "config.json")
     if "speculators_model_type" not in config:
         raise NotSupported(
-            f"{name}: is no drafter of this library: speculators_model_type is missing in "
-            "its config.json (its model_type is "
-            f"{shown(config.get('model_type'))}). A verifier goes into --verifier; a foreign "
-            "drafter is read by from_pretrained(verifier=…) or speculators-nb convert"
+            f"{name}: is no drafter of this library: speculators_model_type is missing in its config.json (its "
+            f"model_type is {shown(config.get('model_type'))}). A verifier goes into --verifier; a foreign drafter is "
+            "read by from_pretrained(verifier=…) or speculators-nb convert"
         )
     return config
 
@@ -367,9 +363,8 @@ def check_no_gguf(name: str | os.PathLike) -> None:
     found = [path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
     if found and not (path / "config.json").is_file():
         raise ValueError(
-            f"{shown(str(name))}: is GGUF, and a model is read from a folder with config.json "
-            f"and safetensors; make one: speculators-nb from-gguf {shlex.quote(str(found[0]))} "
-            "FOLDER"
+            f"{shown(str(name))}: is GGUF, and a model is read from a folder with config.json and safetensors; make "
+            f"one: speculators-nb from-gguf {shlex.quote(str(found[0]))} FOLDER"
         )
 
 

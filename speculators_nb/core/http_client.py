@@ -141,8 +141,7 @@ def proxy_for(url: httpx.URL) -> str | None:
 
 
 def _address(url, variable):
-    """The parsed address of a server. ValueError, without repeating it: no address, or one with
-    a secret in it."""
+    "The parsed address of a server. ValueError, without repeating it: no address, or one with a secret in it."
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, TypeError):
@@ -151,9 +150,8 @@ def _address(url, variable):
         raise ValueError("url: not an http address; it should look like http://127.0.0.1:8000")
     if parsed.userinfo or parsed.query:
         raise ValueError(
-            f"url: the address of {parsed.host} has a password or a query in it, which would "
-            "end up in logs. Put the key into the environment variable "
-            f"{variable or 'OPENAI_API_KEY'}."
+            f"url: the address of {parsed.host} has a password or a query in it, which would end up in logs. Put the "
+            f"key into the environment variable {variable or 'OPENAI_API_KEY'}."
         )
     key = _key(variable)
     if not (key.isascii() and key.isprintable()):
@@ -172,6 +170,13 @@ class _Reply(NamedTuple):
     trouble: str | None = None  # why there is no answer
     status: int | None = None  # HTTP status
     retry_after: str | None = None  # the server's header
+
+
+def _trouble(e: httpx.HTTPError) -> str:
+    "Why there is no answer."
+    if isinstance(e, httpx.TimeoutException):
+        return f"no answer in time ({type(e).__name__})"
+    return f"{type(e).__name__}: {e}"
 
 
 def _request(body):
@@ -311,10 +316,8 @@ class Endpoint:
         try:
             with time_limit(self.timeout), self._client.stream(method, self.url + path, **request) as response:
                 data = read_reply(response)
-        except httpx.TimeoutException as e:
-            return _Reply(trouble=f"no answer in time ({type(e).__name__})")
         except httpx.HTTPError as e:
-            return _Reply(trouble=self._clean(f"{type(e).__name__}: {e}"))
+            return _Reply(trouble=self._clean(_trouble(e)))
         except ReplyTooLarge as e:
             return _Reply(trouble=str(e), status=200)
         reply = _read_answer(method, response, data)
@@ -344,10 +347,8 @@ class Endpoint:
                         message = f"{what}: {str(piece['error'])[:500]}"
                         raise EndpointError(self._clean(message))
                     yield piece
-        except httpx.TimeoutException as e:
-            trouble = f"no answer in time ({type(e).__name__})"
         except httpx.HTTPError as e:
-            trouble = f"{type(e).__name__}: {e}"
+            trouble = _trouble(e)
         except (_NotAPiece, ReplyTooLarge) as e:
             trouble = str(e)
         if trouble is None and not complete:

@@ -388,54 +388,44 @@ def _is_set(value, default=None):
     return value is not None and value != [] and value != default
 
 
-def counts_only_with(command, name, decider, wanted, default=None) -> Relation:
-    "`name` has an effect only where `decider` has the value `wanted`."
+def without_effect(command, name, other, why, default: Any = 0) -> Relation:
+    "`name` is refused, unless it is not set or has its default, where `why` finds a fault in the value of `other`."
 
     def fails(values):
-        if values[decider] == wanted or not _is_set(values[name], default):
-            return None
-        return (
-            f"{name}={shown(values[name])}: has no effect with {decider}={values[decider]}"
-            f"; leave it out, or set {decider}={wanted}"
-        )
+        if _is_set(values[name], default) and (problem := why(values[other])):
+            return f"{name}={shown(values[name])}: {problem}"
 
-    return Relation(command, (name, decider), fails)
+    return Relation(command, (name, other), fails)
+
+
+def counts_only_with(command, name, decider, wanted, default=None) -> Relation:
+    "`name` has an effect only where `decider` has the value `wanted`."
+    remedy = f"leave it out, or set {decider}={wanted}"
+    why = lambda value: None if value == wanted else f"has no effect with {decider}={value}; {remedy}"
+    return without_effect(command, name, decider, why, default)
 
 
 def needs(command, name, other, why) -> Relation:
     "`name` counts only together with `other`."
-
-    def fails(values):
-        if _is_set(values[name], 0) and not _is_set(values[other]):
-            return f"{name}={shown(values[name])}: {why}; leave it out, or give {other}"
-
-    return Relation(command, (name, other), fails)
+    return without_effect(
+        command, name, other, lambda v: None if _is_set(v) else f"{why}; leave it out, or give {other}"
+    )
 
 
 def excludes(command, name, other, why) -> Relation:
     "`name` counts only without `other`."
-
-    def fails(values):
-        if _is_set(values[name], 0) and _is_set(values[other]):
-            return f"{name}={shown(values[name])}: {why}; leave it out"
-
-    return Relation(command, (name, other), fails)
+    return without_effect(command, name, other, lambda value: f"{why}; leave it out" if _is_set(value) else None)
 
 
 def counts_only_above_zero(command, name, decider, default) -> Relation:
     "`name` has an effect only where `decider`, a number or several, has one above 0."
+    remedy = f"leave it out, or set {decider}=1"
 
-    def fails(values):
-        given = values[decider] or 0
-        above = max(given, default=0) if isinstance(given, (list, tuple)) else given
-        if above > 0 or not _is_set(values[name], default):
-            return None
-        return (
-            f"{name}={shown(values[name])}: has no effect with {decider}="
-            f"{shown(values[decider])}, which is greedy; leave it out, or set {decider}=1"
-        )
+    def why(value):
+        if (max(value, default=0) if isinstance(value, (list, tuple)) else value or 0) <= 0:
+            return f"has no effect with {decider}={shown(value)}, which is greedy; {remedy}"
 
-    return Relation(command, (name, decider), fails)
+    return without_effect(command, name, decider, why, default)
 
 
 def apart(command, source, output) -> Relation:
@@ -497,10 +487,9 @@ def _best_is_kept(values):
     keeps = values["eval_share"] != 0 and values.get("load_best_model_at_end", True)
     if keeps and saves not in (evaluates, "best"):
         return (
-            f"save_strategy={shown(saves)}: the checkpoint of the best evaluation is kept, "
-            f"with eval_share={shown(values['eval_share'])} and "
-            f"eval_strategy={shown(evaluates)}"
-            "; save as often as you evaluate, or set load_best_model_at_end=false"
+            f"save_strategy={shown(saves)}: the checkpoint of the best evaluation is kept, with "
+            f"eval_share={shown(values['eval_share'])} and eval_strategy={shown(evaluates)}; save as often as you "
+            "evaluate, or set load_best_model_at_end=false"
         )
 
 

@@ -144,8 +144,7 @@ def _print_traceback(kind, error, trace):
 
 
 def hide_secrets() -> None:
-    """From now on, tracebacks, warnings and log records of this process lose their secrets. A
-    second call does nothing."""
+    "From now on, tracebacks, warnings and log records of this process lose their secrets. A second call does nothing."
     if getattr(logging.getLogRecordFactory(), "hides_secrets", False):
         return
     make, show = logging.getLogRecordFactory(), warnings.formatwarning
@@ -206,8 +205,7 @@ def _hub_commit(name: str) -> str | None:
 
 
 def identify(source: str | os.PathLike) -> dict:
-    """What a name was at this moment. Nothing is fetched; what is neither file nor folder is
-    only named."""
+    "What a name was at this moment. Nothing is fetched; what is neither file nor folder is only named."
     path = Path(source)
     named = {"path": without_secrets(source)}
     if path.is_file():
@@ -325,8 +323,7 @@ def write_provenance(
     inputs: Mapping | Iterable = (),  # {role: path}, or paths alone
     **results,  # what came out, e.g. rows=1000
 ) -> Path:  # the file that was written
-    """Write the record beside an output, as a whole; an older record is kept in `earlier` (the
-    last ten)."""
+    "Write the record beside an output, as a whole; an older record is kept in `earlier` (the last ten)."
     path, record = provenance_path(output), provenance(command, arguments, inputs)
     if results:
         record["results"] = without_secrets(results)

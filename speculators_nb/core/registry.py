@@ -37,8 +37,7 @@ class ClassRegistryMixin:
         cls,
         name: str | None = None,  # the word that configs carry; None: the class's own name
     ) -> Callable[[type[_Class]], type[_Class]]:  # a decorator that returns the class unchanged
-        """Decorator: enter a class in this base's table. Errors: ValueError for a name in use,
-        or one that is no string."""
+        "Decorator: enter a class in this base's table. Errors: ValueError for a name in use, or one that is no string."
         if name is not None and not isinstance(name, str):
             raise ValueError(f"register({name!r}): the name is a string, or left out")
         return lambda klass: cls.register_decorator(klass, name)
@@ -58,10 +57,8 @@ class ClassRegistryMixin:
         known = cls.registry.get(name, klass)
         if not same_definition(known, klass):
             raise ValueError(
-                f"{cls.__name__}: the name {name!r} is taken by "
-                f"{known.__module__}.{known.__qualname__}, so "
-                f"{klass.__module__}.{klass.__qualname__} cannot have it. Register it under "
-                "another name."
+                f"{cls.__name__}: the name {name!r} is taken by {known.__module__}.{known.__qualname__}, so "
+                f"{klass.__module__}.{klass.__qualname__} cannot have it. Register it under another name."
             )
         known_is_exported = klass.__module__ == "__main__" != known.__module__
         cls.registry[name] = known if known_is_exported else klass
@@ -101,9 +98,8 @@ class ClassRegistryMixin:
         "Look a name up; an unknown one raises `ValueError` with the known ones."
         if name not in cls.registry:
             raise ValueError(
-                f"{cls.__name__}: {name!r} is not registered. Known: "
-                f"{', '.join(sorted(cls.registry)) or 'none'}. "
-                "If it is yours, import the module that registers it first."
+                f"{cls.__name__}: {name!r} is not registered. Known: {', '.join(sorted(cls.registry)) or 'none'}. If "
+                "it is yours, import the module that registers it first."
             )
         return cls.registry[name]
 
@@ -190,8 +186,7 @@ class ReloadableBaseModel(BaseModel):
 
 
 class PydanticClassRegistryMixin(ReloadableBaseModel, ClassRegistryMixin):
-    """A pydantic base class that validates to whichever registered class its field
-    `schema_discriminator` names."""
+    "A pydantic base class that validates to whichever registered class its field `schema_discriminator` names."
 
     schema_discriminator: ClassVar[str]  # the field that carries the name
 
@@ -248,8 +243,7 @@ class GreedyTokenProposalConfig(TokenProposalConfig):
 
 @TokenProposalConfig.register("sampling")
 class SamplingTokenProposalConfig(TokenProposalConfig):
-    """A chain of sampled tokens, accepted by the ratio of the verifier's and the drafter's
-    probability."""
+    "A chain of sampled tokens, accepted by the ratio of the verifier's and the drafter's probability."
 
     proposal_type: Literal["sampling"] = "sampling"
     speculative_tokens: int = Field(default=5, ge=1, le=MOST_DRAFTED, description="How many tokens to draft at a time.")
@@ -263,8 +257,7 @@ class SamplingTokenProposalConfig(TokenProposalConfig):
 
 @TokenProposalConfig.register("static_tree")
 class StaticTreeTokenProposalConfig(TokenProposalConfig):
-    """A tree of one fixed shape: the first level and the later levels have their own branching
-    factor."""
+    "A tree of one fixed shape: the first level and the later levels have their own branching factor."
 
     proposal_type: Literal["static_tree"] = "static_tree"
     initial_branching_factor: int = Field(
@@ -289,8 +282,7 @@ class StaticTreeTokenProposalConfig(TokenProposalConfig):
 
 @TokenProposalConfig.register("dynamic_tree")
 class DynamicTreeTokenProposalConfig(TokenProposalConfig):
-    """A tree grown by confidence: the best nodes of each level are expanded, the best of all
-    are verified."""
+    "A tree grown by confidence: the best nodes of each level are expanded, the best of all are verified."
 
     proposal_type: Literal["dynamic_tree"] = "dynamic_tree"
     speculative_tokens: int = Field(default=48, ge=1, le=MOST_DRAFTED, description="Nodes kept for verification.")

@@ -163,8 +163,7 @@ def load_processor(
     path: str | Path,  # folder or hub id of the verifier
     trust_remote_code: bool = False,  # run code that comes with it
 ):  # -> a processor if the verifier takes pictures, else its tokenizer
-    """What turns conversations into this verifier's inputs. Videos need torchvision, pictures
-    do not."""
+    "What turns conversations into this verifier's inputs. Videos need torchvision, pictures do not."
     with tokenizer_errors(path):
         return _processor(path, trust_remote_code)
 
@@ -198,11 +197,7 @@ def without_video(
     def check(self, name, part):
         return None if part is None else kind.check_argument_for_proper_class(self, name, part)
 
-    return type(
-        kind.__name__,
-        (kind,),
-        {"check_argument_for_proper_class": check, "__module__": kind.__module__},
-    )
+    return type(kind.__name__, (kind,), {"check_argument_for_proper_class": check, "__module__": kind.__module__})
 
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -420,8 +415,7 @@ def has_pictures(
 def pictures_of(
     messages: list[dict],  # from `resolve_images`
 ) -> list[Image.Image]:  # RGB, in the order of their places
-    """Open the pictures. ValueError: one is missing, damaged, too large, or in a format that is
-    not known."""
+    "Open the pictures. ValueError: one is missing, damaged, too large, or in a format that is not known."
     contents = [m.get("content") for m in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     files = [picture_file(part) for part in parts]

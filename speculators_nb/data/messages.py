@@ -134,10 +134,7 @@ def messages_of(
         turns = [{"role": role, "content": text} for role, text in zip(roles, turns)]
     wrong = turns if not isinstance(turns, list) else [m for m in turns if not isinstance(m, dict)]
     if wrong:
-        raise BadRow(
-            "messages must be a list of objects with 'role' and 'content'",
-            detail=f"not {brief(wrong)}",
-        )
+        raise BadRow("messages must be a list of objects with 'role' and 'content'", detail=f"not {brief(wrong)}")
     return _with_system(columns, turns)
 
 
@@ -270,11 +267,7 @@ def _part(part, at):
 def _call(call, at):
     "A tool call, checked; its arguments stay as they are written."
     if not isinstance(call, dict):
-        raise BadRow(
-            "a tool call must be an object with 'name' and 'arguments'",
-            at,
-            f"not {brief(call)}",
-        )
+        raise BadRow("a tool call must be an object with 'name' and 'arguments'", at, f"not {brief(call)}")
     call = {k: v for k, v in call.items() if v is not None}
     if isinstance(call.get("function"), dict):
         return call | {"function": _call(call["function"], at)}

@@ -29,8 +29,7 @@ def read_token_freq(
     folder: str | os.PathLike,  # a prepared folder, ours or upstream's
     trained: int | None = None,  # what the counts must add up to; None: not checked
 ) -> dict[int, int] | None:  # token id -> trained occurrences; None: none, or of another table
-    """Read `token_freq.json`, else `token_freq.pt` (as data: ValueError for a pickle of
-    anything but numbers)."""
+    "Read `token_freq.json`, else `token_freq.pt` (as data: ValueError for a pickle of anything but numbers)."
     files = [Path(folder) / name for name in ("token_freq.json", "token_freq.pt")]
     files = [file for file in files if file.is_file()]
     if not files:
@@ -62,8 +61,7 @@ def _checked_counts(freq):
 def read_data_config(
     folder: str | Path,  # a prepared folder or a feature folder, ours or upstream's
 ) -> dict:  # its data_config.json; empty: there is none
-    """What a folder was made from. ValueError names the file and the field that is not as it
-    was written."""
+    "What a folder was made from. ValueError names the file and the field that is not as it was written."
     file = Path(folder) / "data_config.json"
     if not file.is_file():
         return {}
@@ -206,8 +204,7 @@ class PreparedRows:
 
     @cached_property
     def token_freq(self) -> dict[int, int]:
-        """Token id -> trained occurrences: the folder's counts, or new ones where it has none
-        of this table."""
+        "Token id -> trained occurrences: the folder's counts, or new ones where it has none of this table."
         stored = read_token_freq(self.folder, int(self.trained.sum()))
         return stored or token_frequencies(self.rows)
 
@@ -397,6 +394,5 @@ class Prepared(PreparedReport):
 def load_prepared(
     folder: str | Path,  # ours, or the upstream library's
 ) -> Prepared:  # open and checked
-    """Open a prepared folder. FileNotFoundError: no table; ValueError: damaged, or its parts
-    are of different runs."""
+    "Open a prepared folder. FileNotFoundError: no table; ValueError: damaged, or its parts are of different runs."
     return Prepared(folder)

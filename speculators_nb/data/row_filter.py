@@ -22,10 +22,7 @@ def ready_row(
     ids = row["input_ids"]
     array = np.asarray(ids) if _whole_numbers(ids) else np.zeros((0, 0))
     if array.ndim != 1:
-        raise BadRow(
-            "input_ids must be one list of token ids, whole numbers from 0 on",
-            detail=brief(ids),
-        )
+        raise BadRow("input_ids must be one list of token ids, whole numbers from 0 on", detail=brief(ids))
     low = int(array.min(initial=0))
     high = int(array.max(initial=0))
     if not 0 <= low <= high < 2**31:
@@ -65,8 +62,7 @@ def _ready_mask(mask, n):
         array = np.zeros((n, 0))
     if array.ndim == 1 and len(array) != n:
         raise BadRow(
-            "loss_mask has another length than input_ids",
-            detail=f"input_ids has {n} tokens, loss_mask {len(array)}",
+            "loss_mask has another length than input_ids", detail=f"input_ids has {n} tokens, loss_mask {len(array)}"
         )
     zeros_and_ones = n == 0 or (array.dtype.kind in "biuf" and np.isin(array, (0, 1)).all())
     if array.ndim != 1 or not zeros_and_ones:

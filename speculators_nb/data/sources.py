@@ -57,9 +57,8 @@ def as_row(
     if isinstance(value, (dict, BadRow)):
         return value
     return BadRow(
-        f"holds a {type(value).__name__}, expected a conversation: an object with "
-        "'messages' or 'conversations', or with 'input_ids' and 'loss_mask', or a list of "
-        "messages",
+        f"holds a {type(value).__name__}, expected a conversation: an object with 'messages' or 'conversations', or "
+        "with 'input_ids' and 'loss_mask', or a list of messages",
         detail=brief(value),
     )
 

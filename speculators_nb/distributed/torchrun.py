@@ -67,8 +67,7 @@ def end_rank(
     message: str,  # in one line
     code: int,  # exit code; 2: a mistake of the caller, 1: a fault of the program
 ) -> str:  # the message, with the rank
-    """Leave the error of a rank for torchrun. A rank whose error another has caused waits for
-    torchrun to end it."""
+    "Leave the error of a rank for torchrun. A rank whose error another has caused waits for torchrun to end it."
     rank = this_rank()
     if is_lost_connection(e):
         time.sleep(PATIENCE)

@@ -175,9 +175,8 @@ def answers_check(verifier: Verifier, rows: Rows) -> Finding:
     return judged(
         "answers",
         found.surprise > MOST_SURPRISE,
-        f"the verifier's likeliest token is the trained one at {found.greedy:.0%} of "
-        f"{found.tokens} positions; surprise {found.surprise:+.2f} nats a token (its own "
-        "answers: 0 or less)",
+        f"the verifier's likeliest token is the trained one at {found.greedy:.0%} of {found.tokens} positions; "
+        f"surprise {found.surprise:+.2f} nats a token (its own answers: 0 or less)",
         "let the verifier answer the questions itself: speculators-nb regenerate, then "
         "prepare, features and train again",
     )

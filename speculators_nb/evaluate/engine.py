@@ -60,8 +60,7 @@ def read_table(
     file: Path,  # CSV, as `save` writes it: summary, positions, performance or requests
     **setting: int,  # k and concurrency, where all rows have the same and the file none
 ) -> pd.DataFrame:  # empty where nothing was measured
-    """Read a table of an evaluation. Errors: FileNotFoundError; ValueError naming file, row and
-    column."""
+    "Read a table of an evaluation. Errors: FileNotFoundError; ValueError naming file, row and column."
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; evaluate again")
     if file.stem == "performance" and file.stat().st_size <= 1:
@@ -138,23 +137,13 @@ def plot_speed(performance: pd.DataFrame, title: str | None = None) -> Figure:
     best and its speed-up."""
     table = performance[performance.domain == "all"]
     loads = sorted(table.concurrency.unique())
-    panels = {
-        "tokens_per_second": "output tokens per second",
-        "between_tokens_ms": "time between tokens, ms (median)",
-    }
+    panels = {"tokens_per_second": "output tokens per second", "between_tokens_ms": "time between tokens, ms (median)"}
     fig, axes = new_axes(4.6, 3.4, 2, squeeze=False)
     for ax, (name, label) in zip(axes[0], panels.items()):
         for i, load in enumerate(loads):
             mean = table[table.concurrency == load].groupby("k")[name].mean()
             grey = 0.65 * (1 - i / (len(loads) - 1)) if len(loads) > 1 else 0
-            ax.plot(
-                mean.index,
-                mean,
-                label=f"{load} at once",
-                color=str(grey),
-                marker="osD^v"[i % 5],
-                markersize=5,
-            )
+            ax.plot(mean.index, mean, label=f"{load} at once", color=str(grey), marker="osD^v"[i % 5], markersize=5)
         ax.set(
             xlabel="draft tokens a step, K (0: none)",
             ylabel=label,
@@ -388,9 +377,8 @@ NO_MIN_P = (
     "min_p={}: vLLM 0.32 does not take it with speculative decoding; leave it out, or measure with engine=reference"
 )
 UNSET_SAMPLING = (
-    "temperatures above 0: on processors vLLM 0.32 reads unset memory for the temperature, "
-    "top_p and top_k of draft tokens; texts and acceptance are not the verifier's, and top_k "
-    "can end the engine. Measure with engine=reference"
+    "temperatures above 0: on processors vLLM 0.32 reads unset memory for the temperature, top_p and top_k of draft "
+    "tokens; texts and acceptance are not the verifier's, and top_k can end the engine. Measure with engine=reference"
 )
 GENERATORS = {"requests": run_load, "guidellm": load_by_guidellm}
 

@@ -142,8 +142,7 @@ def run_guidellm(
     timeout: float = 3600,  # seconds
     guidellm: str | os.PathLike | None = None,  # executable; None: from `find_executable`
 ) -> pd.DataFrame:  # from `read_report`
-    """Run it and read its report. Errors: FileNotFoundError where it is not installed;
-    RuntimeError with its output."""
+    "Run it and read its report. Errors: FileNotFoundError where it is not installed; RuntimeError with its output."
     command = list(command)
     if guidellm or os.sep not in command[0]:
         command[0] = find_executable("guidellm", guidellm)

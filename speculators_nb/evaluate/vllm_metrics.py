@@ -92,10 +92,9 @@ class Meter:
             others = others or grown["tokens"] != tokens
         if others:
             raise MetricsError(
-                f"the server counts {grown['requests']:g} requests and {grown['tokens']:g} "
-                f"tokens, {requests} and {tokens} are ours: "
-                "somebody else uses it, so its counters say nothing about these prompts; "
-                "measure on a server of your own"
+                f"the server counts {grown['requests']:g} requests and {grown['tokens']:g} tokens, {requests} and "
+                f"{tokens} are ours: somebody else uses it, so its counters say nothing about these prompts; measure "
+                "on a server of your own"
             )
         self.last = now
         return grown

@@ -11,9 +11,7 @@ from .acceptance import Refused, acceptance_summary, acceptance_table, check_mea
 LENGTH = 3  # tokens drafted where neither the caller nor the drafter has a number
 
 
-def draft_length(
-    drafter: Drafter,
-) -> int:
+def draft_length(drafter: Drafter) -> int:
     "How many tokens a drafter was trained to draft; `LENGTH` where it does not say."
     return getattr(drafter, "trained_tokens", None) or LENGTH
 

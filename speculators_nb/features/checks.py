@@ -46,10 +46,7 @@ def record_problems(
     info = VerifierInfo.of(verifier)
     recorded = data.made_by
     layers = list(data.layer_ids or ())
-    found = [
-        *_size_problems(recorded, info.text),
-        *_layer_problems(layers, info.text.num_hidden_layers),
-    ]
+    found = [*_size_problems(recorded, info.text), *_layer_problems(layers, info.text.num_hidden_layers)]
     ours = {"fingerprint": info.fingerprint}
     if (Path(info) / "config.json").is_file():
         ours["checkpoint"] = checkpoint_fingerprint(info)
@@ -60,11 +57,7 @@ def record_problems(
             f"verifier's is {ours['fingerprint'] or ours['checkpoint']}"
         )
     elif same is None:
-        log.warning(
-            "%s: whether these features are of %s is not recorded, and was not checked",
-            data.where,
-            verifier,
-        )
+        log.warning("%s: whether these features are of %s is not recorded, and was not checked", data.where, verifier)
     return found
 
 
@@ -73,18 +66,15 @@ def check_features(
     verifier: str | os.PathLike,  # folder or hub id; head and embeddings are trained against
     trust_features: bool = False,  # take the features although their record does not fit
 ) -> None:
-    """Check features against a verifier before the first step; afterwards each row's token ids
-    are compared with its vocabulary.
-    Errors: ValueError for another hidden size, a final norm that is read wrongly, and, unless
-    trusted, for a record that does not fit. Rows beyond its context are counted in a
-    warning."""
+    """Check features against a verifier before the first step; afterwards each row's token ids are compared with its
+    vocabulary. Errors: ValueError for another hidden size, a final norm that is read wrongly, and, unless trusted, for
+    a record that does not fit. Rows beyond its context are counted in a warning."""
     info = VerifierInfo.of(verifier)
     text = info.text
     if data.shape is not None and data.shape[1] != text.hidden_size:
         raise ValueError(
-            f"{data.where} holds states of size {data.shape[1]}, the verifier "
-            f"{str(verifier)!r} has hidden_size {text.hidden_size}: they are of another model; "
-            "extract the features again"
+            f"{data.where} holds states of size {data.shape[1]}, the verifier {str(verifier)!r} has hidden_size "
+            f"{text.hidden_size}: they are of another model; extract the features again"
         )
     check_final_norm(info.config)
     if found := record_problems(data, info):

@@ -77,8 +77,7 @@ def file_of_reply(
 
 
 def _is_file(path: Path) -> bool:
-    """Whether a file is there. ReplyError: something that is no file, such as a link, a folder
-    or a pipe."""
+    "Whether a file is there. ReplyError: something that is no file, such as a link, a folder or a pipe."
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -96,9 +95,7 @@ def _open_lock(lock):
         return None
     except OSError as e:
         raise ReplyError(
-            lock,
-            f"{e.strerror}: run the server and this client as one user, or with a umask that lets both read",
-            True,
+            lock, f"{e.strerror}: run the server and this client as one user, or with a umask that lets both read", True
         ) from None
 
 
@@ -132,15 +129,13 @@ def collect(
     token_ids,  # [seq] the tokens whose states are expected
     timeout: float = 30.0,  # seconds to wait for the writer
 ) -> torch.Tensor:  # hidden_states [seq, A+1, H]
-    """Wait for the writer, read, check. FeatureError: the file is missing, incomplete, or of
-    other tokens."""
+    "Wait for the writer, read, check. FeatureError: the file is missing, incomplete, or of other tokens."
     deadline = time.monotonic() + timeout
     lock = Path(f"{path}.lock")
     if _is_file(lock) and _wait_for_lock(lock, deadline):
         if not _is_file(path):
             raise ReplyError(
-                path,
-                "the server gave the lock back without a file (killed, or its disk is full: see its log)",
+                path, "the server gave the lock back without a file (killed, or its disk is full: see its log)"
             )
         return cast(torch.Tensor, read_features(path, token_ids))
     while True:  # no lock to wait for
@@ -206,8 +201,7 @@ def sweep(
     storage,  # the shared folder
     older_than: float = 3600.0,  # seconds; for files of other hosts
 ) -> int:  # files deleted
-    """Delete what killed clients have left: requests of ended processes of this host, and old
-    ones of others."""
+    "Delete what killed clients have left: requests of ended processes of this host, and old ones of others."
     deleted = 0
     for path in Path(storage).glob("*hs-*"):
         name = _REQUEST_FILE.search(path.name)
@@ -332,9 +326,8 @@ def open_store(
         from hs_connectors.mooncake_store import MooncakeHiddenStatesStore, MooncakeStoreConfig
     except ImportError as e:
         raise ImportError(
-            f"storage='mooncake://…': {e}; pip install 'speculators_nb[mooncake]' (on machines "
-            "without CUDA: hs-connectors mooncake-transfer-engine-non-cuda; both need "
-            "libibverbs1), or name a folder"
+            f"storage='mooncake://…': {e}; pip install 'speculators_nb[mooncake]' (on machines without CUDA: "
+            "hs-connectors mooncake-transfer-engine-non-cuda; both need libibverbs1), or name a folder"
         ) from None
     config = MooncakeStoreConfig(
         local_hostname=local_host(address),
@@ -662,13 +655,7 @@ class HiddenStatesClient:
 
     def _post_row(self, name, ids, messages):
         "Post one row, as token ids or as messages."
-        body = {
-            "model": self.model,
-            "max_tokens": 1,
-            "temperature": 0,
-            "return_token_ids": True,
-            "request_id": name,
-        }
+        body = {"model": self.model, "max_tokens": 1, "temperature": 0, "return_token_ids": True, "request_id": name}
         if messages is None:
             return self._post("/v1/completions", body | {"prompt": ids})
         body |= {"messages": messages, "add_generation_prompt": False}
@@ -707,8 +694,7 @@ class HiddenStatesClient:
         ids: list[int],  # token ids
         messages: list | None = None,  # as of `states`
     ) -> torch.Tensor:  # [seq, A+1, H]
-        """States of one row, requested once; nothing of it stays in the storage. Errors: as of
-        `states`."""
+        "States of one row, requested once; nothing of it stays in the storage. Errors: as of `states`."
         name = request_name()
         try:
             states = self._request(name, ids, messages)

@@ -130,8 +130,7 @@ def check_origin(
     path: str | os.PathLike,  # data_config.json of the folder
     config: dict,  # from `origin`, for the call at hand
 ) -> None:
-    """ValueError if the folder was made by another verifier, of other layers or rows, or in
-    another dtype."""
+    "ValueError if the folder was made by another verifier, of other layers or rows, or in another dtype."
     folder = Path(path).parent
     recorded = read_data_config(folder)
     changed = []
@@ -186,8 +185,7 @@ def row_files(
 
 
 class FeatureFolder:
-    """A folder that is being filled with the features of `dataset`. As a context manager it
-    closes the last shard."""
+    "A folder that is being filled with the features of `dataset`. As a context manager it closes the last shard."
 
     def __init__(
         self,

@@ -136,8 +136,7 @@ def write_features(
     token_ids,  # [seq]
     dtype: torch.dtype | str = torch.bfloat16,  # of the file
 ) -> None:
-    """Write one feature file, whole or not at all. FeatureError: the states are not finite in
-    `dtype`."""
+    "Write one feature file, whole or not at all. FeatureError: the states are not finite in `dtype`."
     tensors = encode_row(path, states, token_ids, dtype)
     save_tensors(tensors, path, {"crc32": checksum_of(tensors)})
 
@@ -162,15 +161,9 @@ def remove_half_files(
 def _check_tokens(path, shape, tokens, token_ids):
     "FeatureError where shape or tokens are not those of the row."
     if tokens.ndim != 1 or tokens.dtype.is_floating_point or tokens.dtype.is_complex:
-        raise FeatureError(
-            path,
-            f"token_ids {list(tokens.shape)} of {tokens.dtype}, expected whole numbers [seq]",
-        )
+        raise FeatureError(path, f"token_ids {list(tokens.shape)} of {tokens.dtype}, expected whole numbers [seq]")
     if len(shape) != 3 or shape[0] != len(tokens):
-        raise FeatureError(
-            path,
-            f"hidden_states {list(shape)} for {len(tokens)} tokens, expected [seq, A+1, H]",
-        )
+        raise FeatureError(path, f"hidden_states {list(shape)} for {len(tokens)} tokens, expected [seq, A+1, H]")
     if token_ids is None:
         return
     wanted = torch.as_tensor(token_ids)
@@ -199,8 +192,7 @@ def _decoded(path, states, scales):
     fits = scales.ndim <= 3 and all(a in (1, b) for a, b in sizes)
     if not fits or not scales.is_floating_point() or not bool((scales > 0).all()):
         raise FeatureError(
-            path,
-            f"scales {list(scales.shape)} of {scales.dtype}, expected positive numbers [seq, 1, 1]",
+            path, f"scales {list(scales.shape)} of {scales.dtype}, expected positive numbers [seq, 1, 1]"
         )
     return from_fp8(states, scales)
 
@@ -277,8 +269,7 @@ def read_legacy(
     shapes = {tuple(s.shape) for s in states} if isinstance(states, (list, tuple)) else set()
     if len(shapes) != 1 or not states[0].shape[:1] == ids.shape == mask.shape:
         raise FeatureError(
-            path,
-            "input_ids [seq], loss_mask [seq] and a list of hidden states [seq, H] must be of one length",
+            path, "input_ids [seq], loss_mask [seq] and a list of hidden states [seq, H] must be of one length"
         )
     states = torch.stack(list(states), 1)
     _check_tokens(path, states.shape, ids, None)
@@ -337,8 +328,7 @@ def row_problem(
 
 
 class FeatureRows(torch.utils.data.Dataset):
-    """Samples with features. A source defines `read(i)`, and sets `shape` and `split` when it
-    knows them."""
+    "Samples with features. A source defines `read(i)`, and sets `shape` and `split` when it knows them."
 
     where = "the source of features"  # its name in messages
     rows: Any = None  # the prepared table, where the source has one
@@ -742,8 +732,7 @@ def open_shard(
 
 
 class FeatureShards:
-    """The shards of a feature folder, where each row is, and rows read from them. May be sent
-    to other processes."""
+    "The shards of a feature folder, where each row is, and rows read from them. May be sent to other processes."
 
     def __init__(
         self,

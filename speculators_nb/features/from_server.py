@@ -152,8 +152,7 @@ class _ServerExtraction:
                     return
 
     def complete(self, then):
-        """Counts of the whole job, which `then` gets; rows that are gone although they are
-        settled are made again."""
+        "Counts of the whole job, which `then` gets; rows that are gone although they are settled are made again."
         self.folder.shards.refresh()
         failed = {i for i, rows in self.job.settled.items() if not rows}
         mine = self.folder.stored | failed

@@ -34,8 +34,7 @@ def _number(environ, name):
 def ranks_of(
     environ: Mapping[str, str] | None = None,  # None: of this process
 ) -> Ranks:  # rank 0 of 1 where nothing is announced
-    """Rank, world size and local rank by the variables of torchrun or srun. ValueError: they
-    contradict each other."""
+    "Rank, world size and local rank by the variables of torchrun or srun. ValueError: they contradict each other."
     environ = os.environ if environ is None else environ
     for name, sizes, local in LAUNCHERS:
         size = next((s for s in sizes if s in environ), None)

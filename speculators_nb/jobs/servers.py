@@ -93,8 +93,7 @@ PROBE = 10.0  # seconds that a probe may take
 
 
 class ServerPool(Generic[Client]):
-    """Servers of one model. Shared by threads; a copy in another process has counts of its
-    own."""
+    "Servers of one model. Shared by threads; a copy in another process has counts of its own."
 
     def __init__(
         self,

@@ -169,9 +169,8 @@ class SharedJob:
         for name in (n for n in names if self.about.get(n) != theirs.get(n)):
             mine, other = shown(self.about.get(name)), shown(theirs.get(name))
             raise BlockingIOError(
-                f"{name}={mine}: another process is writing {self.field}="
-                f"{shown(str(self.output))} with {name}={other}; give the same to share its "
-                f"work, or name another {self.field}"
+                f"{name}={mine}: another process is writing {self.field}={shown(str(self.output))} with "
+                f"{name}={other}; give the same to share its work, or name another {self.field}"
             )
 
     def _clear(self):

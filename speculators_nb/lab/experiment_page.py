@@ -120,11 +120,10 @@ def debugger_section(found: Experiment) -> Section:
 
 IMPORT = "from speculators_nb.lab.experiment_page import debug_runs"
 STEPS = (
-    "The runs with the longest and the shortest mean acceptance length over all prompts ({}), "
-    "on the held-out prompt on which the first saves the most steps. Green tokens were drafted "
-    "and accepted, struck out ones drafted and rejected, bold ones are the verifier's. Click a "
-    "step, or move the slider: p is the verifier's probability of a draft token, q the "
-    "drafter's."
+    "The runs with the longest and the shortest mean acceptance length over all prompts ({}), on the held-out prompt "
+    "on which the first saves the most steps. Green tokens were drafted and accepted, struck out ones drafted and "
+    "rejected, bold ones are the verifier's. Click a step, or move the slider: p is the verifier's probability of a "
+    "draft token, q the drafter's."
 )
 
 
@@ -151,11 +150,7 @@ def write_runs_page(
         Section("Runs", head, {"Every run": runs_table(found)}),
         debugger_section(found),
     ]
-    facts = {
-        "folder": os.fspath(folder),
-        "runs": len(found.runs),
-        "held-out prompts": found.counts.prompt.nunique(),
-    }
+    facts = {"folder": os.fspath(folder), "runs": len(found.runs), "held-out prompts": found.counts.prompt.nunique()}
     data = json.dumps(curves(found)).replace("<", "\\u003c")
     script = Path(__file__).with_name("runs.js").read_text(encoding="utf-8")
     html = f'<script type="application/json" id="curves">{data}</script><script>{script}</script>'

@@ -481,12 +481,7 @@ class EveryRunFailed(RuntimeError):
 
 
 def planned(
-    contenders: Contenders,
-    seeds: int,
-    k: int,
-    measured: Measured,
-    subject: Subject,
-    args: dict[str, Any],
+    contenders: Contenders, seeds: int, k: int, measured: Measured, subject: Subject, args: dict[str, Any]
 ) -> list[Run]:  # seed by seed
     """The runs of an experiment. Errors: ValueError for an option out of its range, and for two
     settings that are the same once defaults are filled in."""
@@ -533,11 +528,10 @@ def experiment(
     after_each: Callable[[Experiment], None] | None = None,  # called with what is finished
     **args,  # of `train_drafter`, for all
 ) -> Experiment:
-    """Train every setting with every seed, on the shipped data or on features of one's own, and
-    measure greedy acceptance on the same held-out prompts. How many runs are kept and how long the
-    others take is printed first, and again as runs end. Errors: ValueError for settings that
-    cannot be run, or a folder in use by another process; the first error where every run
-    fails."""
+    """Train every setting with every seed, on the shipped data or on features of one's own, and measure greedy
+    acceptance on the same held-out prompts. How many runs are kept and how long the others take is printed first, and
+    again as runs end. Errors: ValueError for settings that cannot be run, or a folder in use by another process; the
+    first error where every run fails."""
     folder = Path(folder)
     measured = Measured(tuple(draft_lengths or (k,)), n_prompts, max_new_tokens)
     subject = Subject("unknown") if features is None else Subject.of(features, heldout)

@@ -85,10 +85,7 @@ def _difference(both, k):
     "Rows [1 + k] of (difference, low, high), and how the interval was made."
     if len(both) == 1:
         [(base, own)] = both.values()
-        found = bootstrap(
-            np.hstack([base, own]),
-            lambda c: _ratios(c[..., 2 + k :]) - _ratios(c[..., : 2 + k]),
-        )
+        found = bootstrap(np.hstack([base, own]), lambda c: _ratios(c[..., 2 + k :]) - _ratios(c[..., : 2 + k]))
         return np.stack(found, -1), f"bootstrap over {len(base)} prompts, 1 seed"
     by_seed = np.stack([_ratios(own.sum(0)) - _ratios(base.sum(0)) for base, own in both.values()])
     return np.array([t_interval(d) for d in by_seed.T]), f"t over {len(both)} seeds"
@@ -135,8 +132,7 @@ def results_table(
     k: int,  # tokens drafted in a step
     baseline: str | None = None,  # None: the first setting
 ) -> pd.DataFrame:  # setting -> seeds, mean length, position 1 and k, difference; longest first
-    """Mean acceptance length of every setting over its seeds, and its paired difference from
-    the baseline."""
+    "Mean acceptance length of every setting over its seeds, and its paired difference from the baseline."
     found = measures(counts, k)
     baseline = baseline or str(found.index[0][0])
     pairs = differences(counts, baseline, k)

@@ -9,9 +9,8 @@ from ..core.files import not_only_ours
 
 
 def shipped_data() -> Path:  # the folder `data` of the clone
-    """Where the shipped verifier, corpus and answers are: upwards from the working folder, in
-    this package's clone or a folder that nobody else can write to. Errors: FileNotFoundError
-    outside a clone."""
+    """Where the shipped verifier, corpus and answers are: upwards from the working folder, in this package's clone or a
+    folder that nobody else can write to. Errors: FileNotFoundError outside a clone."""
     own_clone = Path(str(files("speculators_nb"))).parent / "data"
     doubts = []
     for folder in (Path.cwd(), *Path.cwd().parents):

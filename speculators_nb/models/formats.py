@@ -88,8 +88,7 @@ def verifier_target(
     verifier: str | os.PathLike,  # folder or hub id
     trust_remote_code: bool | None = None,  # as in `verifier_config`
 ) -> Target:
-    """A verifier's path and configuration. A folder's path is made absolute, because it is
-    written into checkpoints."""
+    "A verifier's path and configuration. A folder's path is made absolute, because it is written into checkpoints."
     path = Path(verifier).resolve() if Path(verifier).is_dir() else verifier
     return Target(str(path), text_config(verifier_config(verifier, trust_remote_code)))
 
@@ -275,8 +274,7 @@ def layer_config(
     names: list[str],  # of the layers' tensors
     **fields,  # that the caller knows better
 ) -> PretrainedConfig:  # LlamaConfig or Qwen3Config
-    """The configuration of draft layers from the top level of config.json. Errors: ValueError
-    where there is none."""
+    "The configuration of draft layers from the top level of config.json. Errors: ValueError where there is none."
     if "hidden_size" not in native.config:
         raise ValueError(
             f"{native.name}: no config.json with hidden_size beside {native.file.name}; the "
@@ -339,9 +337,8 @@ def check_copy(
     gap = (own.float() - theirs.float()).abs().max() / theirs.float().abs().max()
     if not gap <= tolerance:
         raise ValueError(
-            f"{source}: {name} differs from that of verifier {target.path!r} by {gap:.2g} "
-            "of its largest entry, and this format has no place for a drafter's own; "
-            "is the drafter for another verifier?"
+            f"{source}: {name} differs from that of verifier {target.path!r} by {gap:.2g} of its largest entry, and "
+            "this format has no place for a drafter's own; is the drafter for another verifier?"
         )
 
 
@@ -392,8 +389,7 @@ def write_native(
     tensors: dict[str, torch.Tensor],
     file: str = "model.safetensors",  # of the weights
 ):
-    """Write a checkpoint of another project's format: the weights, then config.json, each
-    atomically."""
+    "Write a checkpoint of another project's format: the weights, then config.json, each atomically."
     folder = Path(folder)
     save_tensors(tensors, folder / file, metadata={"format": "pt"})
     dtypes = [w.dtype for w in tensors.values() if w.is_floating_point()]

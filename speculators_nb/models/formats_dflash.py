@@ -75,9 +75,8 @@ def dflash_layer_ids(
         )
     if max(ids) + 1 >= num_layers:
         raise ValueError(
-            f"{native.name}: target_layer_ids={ids} reads the last of the verifier's "
-            f"{num_layers} layers, which z-lab's code takes after the final norm and DFlash "
-            "drafters here before it"
+            f"{native.name}: target_layer_ids={ids} reads the last of the verifier's {num_layers} layers, which "
+            "z-lab's code takes after the final norm and DFlash drafters here before it"
         )
     return check_aux_layer_ids([i + 1 for i in ids], num_layers)
 
@@ -94,11 +93,7 @@ def dflash_layers(
     all_slide = value("use_swa")
     if all_slide:
         window = value("swa_window_size", native.config_value("sliding_window"))
-        fields |= dict(
-            layer_types=["sliding_attention"] * count,
-            use_sliding_window=True,
-            sliding_window=window,
-        )
+        fields |= dict(layer_types=["sliding_attention"] * count, use_sliding_window=True, sliding_window=window)
     layer = layer_config(native, target, names, **fields)
     causal = native.config_value("is_causal", value("causal"))
     if causal and "full_attention" in layer.layer_types:
@@ -177,8 +172,7 @@ def dflash_config_json(
         )
     layer = config.transformer_layer_config
     block: dict[str, Any] = dict(
-        mask_token_id=config.mask_token_id,
-        target_layer_ids=[i - 1 for i in config.aux_hidden_state_layer_ids or ()],
+        mask_token_id=config.mask_token_id, target_layer_ids=[i - 1 for i in config.aux_hidden_state_layer_ids or ()]
     )
     new = {name: getattr(config, name) for name in NEW_FIELDS if hasattr(config, name)}
     slides = "sliding_attention" in (layer.layer_types or ())
@@ -205,8 +199,7 @@ def write_dflash(
     folder: str | os.PathLike,  # made if absent
     target: Target | None = None,  # the verifier, to store how many layers it has
 ):
-    """Write z-lab's layout; vLLM serves it with method "dflash". Errors: as of
-    `dflash_config_json`."""
+    """Write z-lab's layout; vLLM serves it with method "dflash". Errors: as of `dflash_config_json`."""
     write_native(folder, dflash_config_json(config, target), tensors)
 
 
@@ -228,9 +221,8 @@ def write_xpress(
     folder: str | os.PathLike,  # made if absent
     target: Target | None = None,  # the verifier, to store how many layers it has
 ):
-    """Write the layout that vLLM 0.33 serves with method "dflash". Errors: ValueError for a
-    reduced vocabulary, a drafter that samples from the anchor, and shapes that vLLM's kernels
-    do not have."""
+    """Write the layout that vLLM 0.33 serves with method "dflash". Errors: ValueError for a reduced vocabulary, a
+    drafter that samples from the anchor, and shapes that vLLM's kernels do not have."""
     stored = config.to_dict()
     problems = [line for rule in XPRESS_LAYOUT_RULES for line in rule(stored, None)]
     if problems:

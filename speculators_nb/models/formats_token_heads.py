@@ -74,9 +74,7 @@ def read_mlp_speculator(
     else:
         intermediate_size, hidden_size = tensors["proj.0.weight"].shape
         sizes = dict(
-            hidden_size=hidden_size,
-            intermediate_size=intermediate_size,
-            vocab_size=len(tensors["head.0.weight"]),
+            hidden_size=hidden_size, intermediate_size=intermediate_size, vocab_size=len(tensors["head.0.weight"])
         )
     fields = dict(
         **sizes,

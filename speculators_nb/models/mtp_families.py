@@ -111,44 +111,20 @@ FAMILIES: dict[str, HeadFamily] = {
     "qwen3_5_text": HeadFamily("qwen3_5", "Qwen3_5", **MODULE, index=full_attention_layer),
     "qwen3_5_moe_text": HeadFamily("qwen3_5_moe", "Qwen3_5Moe", **MODULE, index=full_attention_layer),
     "deepseek_v3": HeadFamily("deepseek_v3", "DeepseekV3", "model.layers.{n}.", **LAYER, index=layer_behind),
-    "glm4_moe": HeadFamily(
-        "glm4_moe",
-        "Glm4Moe",
-        "model.layers.{n}.",
-        **LAYER,
-        index=layer_behind,
-        carries_plain=True,
-    ),
+    "glm4_moe": HeadFamily("glm4_moe", "Glm4Moe", "model.layers.{n}.", **LAYER, index=layer_behind, carries_plain=True),
     "glm4_moe_lite": HeadFamily(
-        "glm4_moe_lite",
-        "Glm4MoeLite",
-        "model.layers.{n}.",
-        **LAYER,
-        index=sparse_layer,
-        carries_plain=True,
+        "glm4_moe_lite", "Glm4MoeLite", "model.layers.{n}.", **LAYER, index=sparse_layer, carries_plain=True
     ),
     "glm_ocr_text": HeadFamily(
         "glm_ocr",
         "GlmOcr",
         "model.language_model.layers.{n}.",
         **LAYER,
-        norms=(
-            "input_layernorm",
-            "post_self_attn_layernorm",
-            "post_attention_layernorm",
-            "post_mlp_layernorm",
-        ),
+        norms=("input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"),
         carries_plain=True,
         pairs=True,
     ),
-    "mimo": HeadFamily(
-        "qwen2",
-        "Qwen2",
-        "model.mtp_layers.0.",
-        {"": ""},
-        hidden_first=True,
-        masks_first=True,
-    ),
+    "mimo": HeadFamily("qwen2", "Qwen2", "model.mtp_layers.0.", {"": ""}, hidden_first=True, masks_first=True),
 }
 
 
@@ -163,19 +139,12 @@ FAMILIES |= {
         final_norm=False,
     ),
     "exaone4": HeadFamily(
-        "exaone4",
-        "Exaone4",
-        **MODULE,
-        norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+        "exaone4", "Exaone4", **MODULE, norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
     ),
     "exaone_moe": HeadFamily("exaone_moe", "ExaoneMoe", **MODULE, changes={"mlp_layer_types": ["dense"]}),
     "longcat_flash": HeadFamily("longcat_flash", "LongcatFlash", "model.mtp.", LONGCAT, ("embed_tokens.",), pairs=True),
     "nemotron_h": HeadFamily(
-        "nemotron_h",
-        "NemotronH",
-        "mtp.",
-        NEMOTRON,
-        changes={"layers_block_type": ["full_attention", "moe"]},
+        "nemotron_h", "NemotronH", "mtp.", NEMOTRON, changes={"layers_block_type": ["full_attention", "moe"]}
     ),
 }  # `model_type` of a verifier's language model -> its head
 
@@ -212,8 +181,7 @@ def from_native(
     name: str,  # "mtp.fc.weight"
     config: PretrainedConfig,  # of the verifier's language model
 ) -> str | None:  # "mtp_layers.0.input_proj.weight"; None: a copy of embedding or head
-    """Our name of a verifier's MTP tensor. Errors: ValueError for one that a head of one layer
-    does not have."""
+    "Our name of a verifier's MTP tensor. Errors: ValueError for one that a head of one layer does not have."
     family, stem = head_family(config), head_stem(config)
     rest = name.removeprefix(stem)
     if rest.startswith(family.copies or ("\n",)):
@@ -257,11 +225,7 @@ def layer_parts(
             "mlp": experts.mixer,
         }
     if config.model_type == "longcat_flash":
-        norm, size, eps = (
-            family_part(config, "RMSNorm"),
-            config.hidden_size,
-            config.rms_norm_eps,
-        )
+        norm, size, eps = (family_part(config, "RMSNorm"), config.hidden_size, config.rms_norm_eps)
         return {
             "input_layernorm": norm(size, eps=eps),
             "self_attn": family_part(config, "MLA")(config, 0),

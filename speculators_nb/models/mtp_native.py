@@ -47,8 +47,7 @@ def stacked(
     ]
     if missing:
         raise ValueError(
-            f"the verifier's MTP head lacks {', '.join(missing[:3])}"
-            f"{' …' if missing[3:] else ''} ({len(missing)} of "
+            f"the verifier's MTP head lacks {', '.join(missing[:3])}{' …' if missing[3:] else ''} ({len(missing)} of "
             f"{len(projections) * len(experts)} expert tensors)"
         )
     down = {f"{block}.down_proj": torch.stack([parts[e, "down_proj"] for e in experts])}
@@ -128,8 +127,7 @@ def native_head(
 def extract_mtp(
     verifier: str | os.PathLike,  # folder or hub id
 ) -> dict[str, torch.Tensor]:  # our names; as they are stored
-    """A verifier's own MTP head; nothing else is read. Errors: ValueError where it has none,
-    naming the remedy."""
+    "A verifier's own MTP head; nothing else is read. Errors: ValueError where it has none, naming the remedy."
     config = text_config(verifier_config(verifier))
     head = native_head(verifier, config)
     if not head:
@@ -161,9 +159,8 @@ def check_head(
     for fault, names in faults.items():
         if names:
             raise ValueError(
-                f"drafter {str(drafter)!r} {fault} "
-                f"{', '.join(names[:4])}{' …' if names[4:] else ''}: it was trained for "
-                f"another verifier than {str(verifier)!r}"
+                f"drafter {str(drafter)!r} {fault} {', '.join(names[:4])}{' …' if names[4:] else ''}: it was trained "
+                f"for another verifier than {str(verifier)!r}"
             )
     problems = [tensor_problem(name, head[name], expected[name]) for name in common]
     wrong = [problem for problem in problems if problem]
@@ -324,10 +321,9 @@ def stitch_mtp(
     out: str | os.PathLike,  # the new folder; must not exist
     link: bool = False,  # hard-link untouched files to save space; then edit neither folder
 ) -> Path:  # `out`: the verifier with this head, for vLLM's method "mtp"
-    """The inverse of `extract_mtp`: a copy of the verifier whose mtp.* tensors are the
-    drafter's, in the verifier's own layout and dtype. All other files stay as they are, except
-    that config.json names the head where the verifier had none. Errors: FileExistsError;
-    ValueError for a drafter that does not fit."""
+    """The inverse of `extract_mtp`: a copy of the verifier whose mtp.* tensors are the drafter's, in the verifier's own
+    layout and dtype. All other files stay as they are, except that config.json names the head where the verifier had
+    none. Errors: FileExistsError; ValueError for a drafter that does not fit."""
     out, checkpoint = new_folder(out), resolve_checkpoint(drafter)
     config = SpeculatorModelConfig.from_pretrained(checkpoint)
     if config.speculators_model_type != "mtp":
@@ -352,10 +348,7 @@ def read_head(
     "Read a native head as a drafter of its own; of a sharded verifier nothing else is read."
     raw = native.config.get("text_config") or native.config
     layer = layer_config_from_dict(raw) if "model_type" in raw else target.config
-    fields = dict(
-        transformer_layer_config=layer,
-        speculative_tokens=native.config_value("speculative_tokens", 3),
-    )
+    fields = dict(transformer_layer_config=layer, speculative_tokens=native.config_value("speculative_tokens", 3))
     return fields, ours_of(native.tensors(head_stem(layer)), layer)
 
 

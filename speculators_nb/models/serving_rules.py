@@ -60,14 +60,12 @@ def served_rope(
         factor, attention_factor = rope.get("factor"), rope.get("attention_factor")
         if attention_factor or (factor and n and factor != reach):
             careful.append(
-                f"{ROPE} have {factor=} and {attention_factor=}; vLLM's longrope reads "
-                "neither, but max_position_embeddings / original_max_position_embeddings; "
-                f"train with that factor, {reach:g}"
+                f"{ROPE} have {factor=} and {attention_factor=}; vLLM's longrope reads neither, but "
+                f"max_position_embeddings / original_max_position_embeddings; train with that factor, {reach:g}"
             )
         careful.append(
-            f"{ROPE}.rope_type is longrope: vLLM takes the long factors for every "
-            f"text where max_model_len is above {n}, training takes them for longer "
-            f"texts alone; serve with max_model_len up to {n} for drafts as trained"
+            f"{ROPE}.rope_type is longrope: vLLM takes the long factors for every text where max_model_len is above "
+            f"{n}, training takes them for longer texts alone; serve with max_model_len up to {n} for drafts as trained"
         )
     if "mrope_section" in rope:
         careful.append(

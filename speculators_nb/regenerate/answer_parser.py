@@ -111,13 +111,7 @@ def _typed(value, kind):
     return value
 
 
-_READ = {
-    "calls": _read_calls,
-    "python": _read_python,
-    "gemma": _read_gemma,
-    "json": _read_json,
-    "tags": _read_tags,
-}
+_READ = {"calls": _read_calls, "python": _read_python, "gemma": _read_gemma, "json": _read_json, "tags": _read_tags}
 
 
 class CallMarks(NamedTuple):
@@ -433,10 +427,7 @@ class AnswerParser:
         call = _without_empty(call.partition(header)[2] if header else call)
         for last in self.ends:
             place = call.rfind("valuetwo")
-            after, call = (
-                after.partition(last)[0],
-                call[:place] + call[place:].partition(last)[0],
-            )
+            after, call = (after.partition(last)[0], call[:place] + call[place:].partition(last)[0])
         call = call.rstrip().removesuffix(after.strip())
         marks = Marks(
             header=header,
@@ -475,10 +466,7 @@ class AnswerParser:
         for content in ("", None):
             for as_text in (False, True):
                 arguments = json.dumps(_ARGUMENTS) if as_text else _ARGUMENTS
-                call = _TOOL | {
-                    "id": _NAME,
-                    "function": {"name": _NAME, "arguments": arguments},
-                }
+                call = _TOOL | {"id": _NAME, "function": {"name": _NAME, "arguments": arguments}}
                 text = self._render(_say(content, tool_calls=[call]), tools=[_TOOL])
                 if _NAME in text and "valueone" in text and "None" not in text:
                     return text, content, as_text

@@ -14,12 +14,7 @@ from transformers import AutoTokenizer
 
 from ..core.concurrency import Breaker, concurrently
 from ..core.http_client import Endpoint, EndpointError
-from ..data.chat_template import (
-    ControlTokens,
-    Misread,
-    check_calls,
-    in_a_spelling,
-)
+from ..data.chat_template import ControlTokens, Misread, check_calls, in_a_spelling
 from ..data.messages import as_served, normalize
 from ..data.row_filter import ready_row
 from ..data.sources import conversation_count
@@ -37,8 +32,7 @@ def retokenise(
     finish: str,  # why it ended; "length": it was cut
     tokenizer,  # the verifier's, with its chat template
 ) -> tuple[list[int], list[int]]:  # token ids of the prompt, and of the answer
-    """The tokens that a text would have. ValueError: the template does not let an answer
-    continue its prompt."""
+    "The tokens that a text would have. ValueError: the template does not let an answer continue its prompt."
 
     def text_of(messages):
         kwargs = dict(tools=replay.tools, **replay.template_kwargs)
@@ -56,9 +50,8 @@ def retokenise(
     prompt, full = in_a_spelling(as_served(normalize([*history, message])), rendered)
     if full[: len(prompt)] != prompt:
         raise ValueError(
-            "the server gives no token ids, and the chat template renders an answered question "
-            "otherwise than an open one, so they cannot be "
-            "made from the text; use a server that knows return_token_ids (vLLM)"
+            "the server gives no token ids, and the chat template renders an answered question otherwise than an open "
+            "one, so they cannot be made from the text; use a server that knows return_token_ids (vLLM)"
         )
     answer = full[len(prompt) :]
     special = set(tokenizer.all_special_ids)
@@ -181,9 +174,8 @@ class ServerReplay:
         with self._lock:  # a fast tokenizer is not made for threads
             if self.tokenizer is None:
                 raise ValueError(
-                    "the server gives no token ids (vLLM does, with return_token_ids), and "
-                    "without the verifier's tokenizer they cannot be made from the "
-                    "text; name it: tokenizer=<folder or hub id>"
+                    "the server gives no token ids (vLLM does, with return_token_ids), and without the verifier's "
+                    "tokenizer they cannot be made from the text; name it: tokenizer=<folder or hub id>"
                 )
             prompt, ids = retokenise(replay, history, message, finish, self.tokenizer)
         counted = (reply.get("usage") or {}).get("completion_tokens", len(ids))

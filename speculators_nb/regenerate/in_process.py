@@ -333,8 +333,7 @@ def _parser(tokenizer, template, kwargs, eos_ids):
 
 
 def _windows(todo, most):
-    """Conversations in lists of n = most(), or of as many as have `BATCH` characters for each
-    64 of n; at least one."""
+    "Conversations in lists of n = most(), or of as many as have `BATCH` characters for each 64 of n; at least one."
     window, size, n = [], 0, most()
     for replay in todo:
         window.append(replay)

@@ -35,8 +35,7 @@ BEGIN = b'{"id": '  # of every line
 def complete_conversations(
     path: str | Path,  # the JSONL of a run, finished or not
 ) -> Iterator[tuple[list[dict], int]]:  # lines of a conversation, and where they end in bytes
-    """Read a run's output up to the first conversation that is not complete. ValueError names a
-    damaged line."""
+    "Read a run's output up to the first conversation that is not complete. ValueError names a damaged line."
     lines, end = [], 0
     with open(path, "rb") as file:
         for n, (raw, whole) in enumerate(read_lines(file), 1):
@@ -72,8 +71,7 @@ def _line(raw, k, before):
 def read_regenerated(
     path: str | Path,  # the JSONL of a run, finished or not
 ) -> Iterator[dict]:  # the lines of complete conversations
-    """Read a run's output up to the first conversation that is not complete. ValueError names a
-    damaged line."""
+    "Read a run's output up to the first conversation that is not complete. ValueError names a damaged line."
     for lines, _ in complete_conversations(path):
         yield from lines
 

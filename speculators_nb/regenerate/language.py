@@ -33,8 +33,7 @@ def scripts(
 def main_script(
     found: Counter[str],  # from `scripts`, not empty
 ) -> str:  # e.g. "latin"; kana is "cjk"
-    """The script of most of a text. A Chinese character, kana or Hangul syllable counts as three
-    letters."""
+    "The script of most of a text. A Chinese character, kana or Hangul syllable counts as three letters."
     cjk = found["cjk"] + found["hiragana"] + found["katakana"]
     weight = found | Counter(cjk=3 * cjk, hangul=3 * found["hangul"])
     return max(weight, key=weight.__getitem__)
@@ -105,19 +104,7 @@ def language_of(
 
 # Greek, Georgian and Armenian are languages above
 SCRIPTS = frozenset(
-    (
-        "latin",
-        "cyrillic",
-        "arabic",
-        "cjk",
-        "hebrew",
-        "thai",
-        "devanagari",
-        "hangul",
-        "bengali",
-        "tamil",
-        "telugu",
-    )
+    ("latin", "cyrillic", "arabic", "cjk", "hebrew", "thai", "devanagari", "hangul", "bengali", "tamil", "telugu")
 )
 
 

@@ -188,10 +188,7 @@ def data_warnings(
             f"{same / rows:.0%} of the rows have the answer "
             "of an earlier row, or nearly: the data are smaller than they look.",
         ),
-        (
-            0 < share < 0.1,
-            f"Only {share:.0%} of the tokens are trained; the rest is computed for their sake.",
-        ),
+        (0 < share < 0.1, f"Only {share:.0%} of the tokens are trained; the rest is computed for their sake."),
         (
             spelled,
             f"{sum(line.get('conversations', 0) for line in spelled)} conversations spell "

@@ -31,8 +31,7 @@ log = logging.getLogger(__name__)
 def read_config(
     model: str | os.PathLike,  # folder or hub id
 ) -> dict[str, Any]:  # the content of its config.json
-    """A model's config.json; of a hub id only that file is fetched. Errors: FileNotFoundError
-    with the remedy."""
+    "A model's config.json; of a hub id only that file is fetched. Errors: FileNotFoundError with the remedy."
     try:
         if Path(model).is_dir():
             file = Path(model) / "config.json"
@@ -139,8 +138,7 @@ def what_to_serve(
     native: str | os.PathLike | None = None,  # drafter in the engine's layout, if vLLM needs it
     engine_version: str | None = None,  # of vLLM: 0.32 or 0.33; None: installed, else newest
 ) -> Served:  # model to name, --speculative-config to give (None: none)
-    """What vLLM is given. Errors: ValueError with the reasons why it would refuse;
-    FileNotFoundError."""
+    "What vLLM is given. Errors: ValueError with the reasons why it would refuse; FileNotFoundError."
     check_options(dict(k=k, method=method, engine_version=engine_version), "serve")
     engine_version = engine_version or installed_engine_version()
     config = read_config(checkpoint)
@@ -231,8 +229,7 @@ def serve_command(
     served = what_to_serve(checkpoint, k, verifier, method, speculative_config, native, engine_version)
     if host not in ("127.0.0.1", "localhost", "::1") and not os.environ.get("VLLM_API_KEY"):
         warnings.warn(
-            f"host={host!r} lets everybody who reaches this machine use the server; set VLLM_API_KEY",
-            stacklevel=2,
+            f"host={host!r} lets everybody who reaches this machine use the server; set VLLM_API_KEY", stacklevel=2
         )
     command = [str(vllm), "serve", served.model]
     for name, value in arguments.items():
@@ -249,8 +246,7 @@ def serve_environment(
     kv_cache_gib: int | None = None,  # for keys/values on a CPU; None: 1/8 of memory, at most 8
     env: Mapping | None = None,  # variables that are set; None: of this process
 ) -> dict[str, str]:  # variables to add
-    """Variables for vLLM: no usage reports, and settings for processors where there is no
-    accelerator."""
+    "Variables for vLLM: no usage reports, and settings for processors where there is no accelerator."
     env = os.environ if env is None else env
     added = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if not accelerated():

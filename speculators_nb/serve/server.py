@@ -79,9 +79,8 @@ def log_tail(
 
 
 class Server:
-    """A server that runs as long as a `with` block, with all processes that it starts, under
-    the guard. Errors: ServerError with the end of its log; FileNotFoundError where there is no
-    such program."""
+    """A server that runs as long as a `with` block, with all processes that it starts, under the guard. Errors:
+    ServerError with the end of its log; FileNotFoundError where there is no such program."""
 
     process: subprocess.Popen | None = None  # the guard, which leads the group
 

@@ -521,8 +521,7 @@ class SpeculativeConfig(ReloadableBaseModel):
         if tree and not self.is_chain:
             if not isinstance(drafter, GrowsTrees):
                 self.refuse(
-                    "speculative_token_tree",
-                    f"has branches, and method={self.method!r} drafts chains; leave it out",
+                    "speculative_token_tree", f"has branches, and method={self.method!r} drafts chains; leave it out"
                 )
             drafter = TreeDrafter(drafter, parse_token_tree(tree))
         if self.draft_max_model_len:
@@ -814,9 +813,7 @@ def _complete_lookup(config: SpeculativeConfig):
             config.refuse(name, f"is out of range; write a number from {low} {end}")
     if config.suffix_decoding_max_tree_depth == 1:
         _warn_without_effect(
-            config,
-            "suffix_decoding_max_tree_depth",
-            "leaves no place for a token after a match, so nothing is drafted",
+            config, "suffix_decoding_max_tree_depth", "leaves no place for a token after a match, so nothing is drafted"
         )
 
 
@@ -831,8 +828,7 @@ def _complete_number(config: SpeculativeConfig):
     if config.num_speculative_tokens is None and method == "suffix":
         depth = config.suffix_decoding_max_tree_depth
         warnings.warn(
-            f"num_speculative_tokens is not given; suffix decoding drafts up to its tree's depth, {depth}",
-            stacklevel=2,
+            f"num_speculative_tokens is not given; suffix decoding drafts up to its tree's depth, {depth}", stacklevel=2
         )
         config.num_speculative_tokens = depth
     predicted = predicted_tokens(method or "", draft, version)
@@ -942,8 +938,7 @@ def _check_sampling(config: SpeculativeConfig):
         )
     if config.enable_adaptive_verification and config.method != "dspark":
         config.refuse(
-            "enable_adaptive_verification",
-            "needs all logits of the draft; leave out use_local_argmax_reduction",
+            "enable_adaptive_verification", "needs all logits of the draft; leave out use_local_argmax_reduction"
         )
     if config.use_heterogeneous_vocab and not config.engine.heterogeneous_argmax:
         config.refuse(
@@ -961,8 +956,7 @@ def _complete_rates(config: SpeculativeConfig):
         for name in ("synthetic_acceptance_rates", "synthetic_acceptance_length"):
             if getattr(config, name) is not None:
                 config.refuse(
-                    name,
-                    "has no effect without rejection_sample_method='synthetic'; write that, or leave this out",
+                    name, "has no effect without rejection_sample_method='synthetic'; write that, or leave this out"
                 )
         return
     if rates is None and length is not None:
@@ -1282,8 +1276,7 @@ def _plain_drafter(config: SpeculativeConfig, verifier: Verifier) -> Any:
         return HiddenStates(config.aux_layer_ids or verifier.aux_layer_ids)
     if config.method == "custom_class":
         config.refuse(
-            "method",
-            f"names a Python class of the engine, {config.model}; here give your own Drafter to generate()",
+            "method", f"names a Python class of the engine, {config.model}; here give your own Drafter to generate()"
         )
     if config.uses_draft_model():
         if config.use_heterogeneous_vocab:

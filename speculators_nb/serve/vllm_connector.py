@@ -106,10 +106,7 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):
             draft = config.speculative_config.draft_model_config.hf_config
             ids = draft.eagle_aux_hidden_state_layer_ids
             say_what_is_served(
-                self._storage_path,
-                config.model_config.model,
-                ids,
-                str(self._kv_cache.dtype).removeprefix("torch."),
+                self._storage_path, config.model_config.model, ids, str(self._kv_cache.dtype).removeprefix("torch.")
             )
 
     def _submit_async_write(self, pending):

@@ -116,15 +116,7 @@ def _readable(checkpoint, what):
     "Name the checkpoint whose state cannot be read. Errors: ValueError."
     try:
         yield
-    except (
-        KeyError,
-        IndexError,
-        TypeError,
-        AttributeError,
-        ValueError,
-        RuntimeError,
-        pickle.UnpicklingError,
-    ) as e:
+    except (KeyError, IndexError, TypeError, AttributeError, ValueError, RuntimeError, pickle.UnpicklingError) as e:
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:300]
         raise ValueError(
             f"cannot resume from {checkpoint}: {what} cannot be read, or is of another run "
@@ -143,9 +135,8 @@ def newest_checkpoint(
         present = sort_checkpoints(str(output_dir))
         why = f" ({checkpoint_problem(present[-1])})" if present else ""
         raise ValueError(
-            f"output_dir={str(output_dir)!r} holds a drafter and no complete "
-            f"checkpoint{why}: there is nothing to resume. "
-            "Choose another folder, or give overwrite (--overwrite) to train anew"
+            f"output_dir={str(output_dir)!r} holds a drafter and no complete checkpoint{why}: there is nothing to "
+            "resume. Choose another folder, or give overwrite (--overwrite) to train anew"
         )
     log.warning(f"No complete checkpoint in {output_dir}: training starts at step 0.")
 
@@ -154,8 +145,7 @@ def named_checkpoint(
     checkpoint: str | os.PathLike,  # a checkpoint-N folder
     output_dir: str | os.PathLike,  # where the run goes
 ) -> str:  # the same checkpoint
-    """Errors: ValueError for an incomplete checkpoint, and for an output folder that holds
-    another run."""
+    "Errors: ValueError for an incomplete checkpoint, and for an output folder that holds another run."
     if problem := checkpoint_problem(checkpoint):
         raise ValueError(f"cannot resume from {checkpoint}: {problem}")
     elsewhere = Path(checkpoint).resolve().parent != Path(output_dir).resolve()
@@ -193,9 +183,8 @@ def check_same_run(
     old = read_record(checkpoint)
     if changed := run_changes(old, record) + config_changes(checkpoint, config):
         raise ValueError(
-            f"cannot resume from {checkpoint}, this is another run: {'; '.join(changed)}. "
-            "Give the same as then, or train in another folder, with from_pretrained "
-            "(--from-pretrained) for its weights"
+            f"cannot resume from {checkpoint}, this is another run: {'; '.join(changed)}. Give the same as then, or "
+            "train in another folder, with from_pretrained (--from-pretrained) for its weights"
         )
     if not old.get("data"):
         log.warning(
@@ -228,8 +217,7 @@ class WholeCheckpoints(Trainer):
     done = False  # the run had finished before, and nothing was left to do
 
     def run_record(self) -> dict:  # as from `run_record.run_record`
-        """The settings, the model's training arguments, the data and the verifier that made
-        them."""
+        "The settings, the model's training arguments, the data and the verifier that made them."
         dataset: Any = self.train_dataset
         source = getattr(dataset, "dataset", dataset)
         return run_record(
@@ -240,10 +228,9 @@ class WholeCheckpoints(Trainer):
         )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs) -> TrainOutput:
-        """Train. `True` resumes from the newest complete checkpoint in output_dir, and starts
-        at step 0 where the folder is empty. A run that has finished is left as it is.
-        Errors: ValueError where something was trained there already, where a checkpoint is
-        incomplete, or where it belongs to a run with other settings or data."""
+        """Train. `True` resumes from the newest complete checkpoint in output_dir, and starts at step 0 where the
+        folder is empty. A run that has finished is left as it is. Errors: ValueError where something was trained there
+        already, where a checkpoint is incomplete, or where it belongs to a run with other settings or data."""
         folder, record = self.args.output_dir, self.run_record()
         check_output_dir(folder, getattr(self.args, "overwrite", False), resume_from_checkpoint)
         checkpoint = None
@@ -288,8 +275,7 @@ class WholeCheckpoints(Trainer):
             args.gradient_accumulation_steps = steps
             log.warning(
                 f"The run was on {old['world_size']} ranks, and is on {args.world_size}: "
-                f"gradient_accumulation_steps={steps} here, so that a step keeps its "
-                f"{record['rows_in_step']} rows."
+                f"gradient_accumulation_steps={steps} here, so that a step keeps its {record['rows_in_step']} rows."
             )
 
     def _result_of(self, checkpoint) -> TrainOutput | None:
@@ -314,10 +300,8 @@ class WholeCheckpoints(Trainer):
             return self._take(state, source, f"{folder}: {message}")
         if finished and not checkpoint:
             raise ValueError(
-                f"output_dir={str(folder)!r}: that run has finished at step "
-                f"{finished['step']} and kept no checkpoint to continue from; "
-                "train in another folder, with from_pretrained (--from-pretrained) for its "
-                "weights"
+                f"output_dir={str(folder)!r}: that run has finished at step {finished['step']} and kept no checkpoint "
+                "to continue from; train in another folder, with from_pretrained (--from-pretrained) for its weights"
             )
 
     def _take(self, state, source, message):

@@ -22,8 +22,7 @@ log = logging.getLogger(__name__)
 def lengths_of(
     dataset: Any,  # samples with input_ids
 ) -> list[int]:  # tokens of each sample
-    """The dataset's own `lengths`, those of the parent for a `Subset`; without them each sample
-    is read once."""
+    "The dataset's own `lengths`, those of the parent for a `Subset`; without them each sample is read once."
     if isinstance(dataset, Subset):
         parent = lengths_of(dataset.dataset)
         return [parent[i] for i in dataset.indices]
@@ -109,12 +108,7 @@ class PackedLoaders(Trainer):
         return DataLoader(
             dataset if args.dataloader_num_workers else prefetched(dataset),
             batch_sampler=rows,
-            collate_fn=partial(
-                collate,
-                total_seq_len=args.total_seq_len,
-                shift=self.shift,
-                dtype=self.feature_dtype,
-            ),
+            collate_fn=partial(collate, total_seq_len=args.total_seq_len, shift=self.shift, dtype=self.feature_dtype),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
@@ -123,8 +117,7 @@ class PackedLoaders(Trainer):
         )
 
     def get_train_dataloader(self) -> DataLoader:
-        """Packed rows, another shuffle in each epoch; with several ranks, each takes every n-th
-        row."""
+        "Packed rows, another shuffle in each epoch; with several ranks, each takes every n-th row."
         if self.train_dataset is None:
             raise ValueError("train_dataset=None: this trainer can only evaluate.")
         self.train_rows = self.rows(self.train_dataset)
@@ -145,15 +138,13 @@ class PackedLoaders(Trainer):
         if any(mask.any() for mask in masks):
             longest = max(self.train_rows.lengths)
             return (
-                f"total_seq_len={self.args.total_seq_len}: the rows have up to {longest} "
-                f"tokens, and all trained tokens of the {n} training samples are beyond it, so "
-                f"there is nothing to learn from. Pass total_seq_len={longest} "
-                "(--total-seq-len)"
+                f"total_seq_len={self.args.total_seq_len}: the rows have up to {longest} tokens, and all trained "
+                f"tokens of the {n} training samples are beyond it, so there is nothing to learn from. Pass "
+                f"total_seq_len={longest} (--total-seq-len)"
             )
         return (
-            f"no position of the {n} training samples has loss_mask=True, so there is nothing "
-            "to learn from. Look at the chat template and at which turns were marked as the "
-            "assistant's."
+            f"no position of the {n} training samples has loss_mask=True, so there is nothing to learn from. Look at "
+            "the chat template and at which turns were marked as the assistant's."
         )
 
     def get_eval_dataloader(self, eval_dataset=None) -> DataLoader:

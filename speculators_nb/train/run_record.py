@@ -24,8 +24,7 @@ def data_fingerprint(
     lengths: list[int],  # tokens of each row
     tokens: Callable,  # row -> (input_ids [n], loss_mask [n])
 ) -> str:  # 16 hex digits
-    """A hash of the lengths of all rows, and of the tokens and masks of at most `SAMPLED_ROWS`
-    of them."""
+    "A hash of the lengths of all rows, and of the tokens and masks of at most `SAMPLED_ROWS` of them."
     h = hashlib.sha256(np.asarray(lengths, np.int64).tobytes())
     for i in np.unique(np.linspace(0, len(lengths) - 1, SAMPLED_ROWS).astype(int)):
         input_ids, loss_mask = tokens(int(i))
@@ -196,8 +195,7 @@ def write_record(
 def read_record(
     folder: str | os.PathLike,  # an output folder or a checkpoint
 ) -> dict[str, Any]:  # empty: there is no record
-    """Read `run.json`, or what `training_args.json` of release 0.1 knows. Errors: ValueError
-    for a damaged file."""
+    "Read `run.json`, or what `training_args.json` of release 0.1 knows. Errors: ValueError for a damaged file."
     for name in (RECORD, "training_args.json"):
         file = Path(folder) / name
         if not file.is_file():
@@ -208,8 +206,5 @@ def read_record(
                 raise ValueError(f"{file}: {part}={record[part]!r} must be an object; take another checkpoint")
         if name == RECORD:
             return record
-        return {
-            "settings": {n: record[n] for n in SETTINGS if n in record},
-            "model": record.get("model") or {},
-        }
+        return {"settings": {n: record[n] for n in SETTINGS if n in record}, "model": record.get("model") or {}}
     return {}

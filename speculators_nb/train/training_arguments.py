@@ -34,11 +34,7 @@ WITHOUT_EFFECT = {  # what decides -> fields that would have no effect
     ),
     "the model's noise": ("neftune_noise_alpha",),
     "packing": ("train_sampling_strategy", "dataloader_drop_last", "length_column_name"),
-    "total_seq_len": (
-        "per_device_train_batch_size",
-        "per_device_eval_batch_size",
-        "auto_find_batch_size",
-    ),
+    "total_seq_len": ("per_device_train_batch_size", "per_device_eval_batch_size", "auto_find_batch_size"),
     "the check of every loss": ("logging_nan_inf_filter",),
     "bf16": ("bf16_full_eval",),
     "fp16": ("fp16_full_eval",),
@@ -137,10 +133,7 @@ def check_keywords(
 ) -> None:
     "ValueError for a key of an argument that is a mapping, which its reader does not take."
     scheduler = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(values["lr_scheduler_type"])]
-    for name, reader in (
-        ("accelerator_config", AcceleratorConfig),
-        ("lr_scheduler_kwargs", scheduler),
-    ):
+    for name, reader in (("accelerator_config", AcceleratorConfig), ("lr_scheduler_kwargs", scheduler)):
         value, takes = values[name], inspect.signature(reader).parameters
         for key in value if isinstance(value, dict) else ():
             if key not in takes:
@@ -157,13 +150,11 @@ def can_shard() -> bool:
 def check_sharding(
     args: Any,  # SpeculatorTrainingArguments
 ) -> None:
-    """ValueError for sharding without ranks or with a torch that cannot, and for shards of what
-    is not sharded."""
+    "ValueError for sharding without ranks or with a torch that cannot, and for shards of what is not sharded."
     if args.fsdp and not torch.distributed.is_initialized():
         raise ValueError(
             "fsdp=True: there is one process, and nothing to share; start one for each device: "
-            "speculators-nb-torchrun --nproc-per-node DEVICES train …, or leave fsdp (--fsdp) "
-            "out"
+            "speculators-nb-torchrun --nproc-per-node DEVICES train …, or leave fsdp (--fsdp) out"
         )
     if args.fsdp and not can_shard():
         raise ValueError(

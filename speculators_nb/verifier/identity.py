@@ -53,14 +53,10 @@ def check_verifier_head(
     verifier: Verifier,  # loaded
     input_ids: torch.Tensor,  # [n] token ids of any text; the first 64 are used
 ) -> None:
-    """Compare the target head with the verifier's own logits. Errors: ValueError naming the
-    family."""
+    "Compare the target head with the verifier's own logits. Errors: ValueError naming the family."
     ours = head_of(verifier)
     if ours is None:
-        log.warning(
-            "%s has no output embedding: its target head is not checked",
-            type(verifier.model).__name__,
-        )
+        log.warning("%s has no output embedding: its target head is not checked", type(verifier.model).__name__)
         return
     row = torch.as_tensor(input_ids, dtype=torch.long, device=verifier.device)[None, :64]
     out = verifier(row, use_cache=False)
@@ -111,9 +107,8 @@ def check_final_norm(
     if not gap <= 1e-4:
         family = text_config(config).model_type
         raise ValueError(
-            f"final norm of {family!r} is read as {ours.kind!r}, and differs from "
-            f"transformers' {type(norm).__name__} by {gap:.1e}; "
-            "add the family to OFFSET_NORM or LAYER_NORM of nn.target_head"
+            f"final norm of {family!r} is read as {ours.kind!r}, and differs from transformers' {type(norm).__name__} "
+            f"by {gap:.1e}; add the family to OFFSET_NORM or LAYER_NORM of nn.target_head"
         )
 
 
@@ -226,18 +221,16 @@ def trained_for_another(
     if same_weights(recorded, verifier) is not False:
         return None
     return (
-        f"{drafter} was trained for a verifier of other weights than {verifier} has now "
-        f"(fingerprint {recorded} in run.json): fewer draft tokens are accepted. Name the "
-        "verifier that it was trained for, or train on features of this one (speculators-nb "
-        "features, train --from-pretrained)"
+        f"{drafter} was trained for a verifier of other weights than {verifier} has now (fingerprint {recorded} in "
+        "run.json): fewer draft tokens are accepted. Name the verifier that it was trained for, or train on features "
+        "of this one (speculators-nb features, train --from-pretrained)"
     )
 
 
 def checkpoint_fingerprint(
     folder: str | os.PathLike,  # a local model folder
 ) -> str:  # 16 hex digits
-    """A hash over config.json and the name, shape and first values of every tensor in the
-    files, for any checkpoint."""
+    "A hash over config.json and the name, shape and first values of every tensor in the files, for any checkpoint."
     digest = hashlib.sha256((Path(folder) / "config.json").read_bytes())
     names_in = {}  # file -> its tensors
     for name, file in sorted(checkpoint_index(folder).items()):

@@ -37,9 +37,7 @@ def resolve_mask_token(
         tokenizer.add_special_tokens({"mask_token": MASK_TOKEN})
     if tokenizer.mask_token_id is not None:
         return _row_of_table(
-            tokenizer.mask_token_id,
-            vocab_size,
-            f"mask token {tokenizer.mask_token!r} of the verifier's tokenizer, id",
+            tokenizer.mask_token_id, vocab_size, f"mask token {tokenizer.mask_token!r} of the verifier's tokenizer, id"
         )
     for name in ("pad_token", "eos_token", "unk_token"):
         found = getattr(tokenizer, f"{name}_id")

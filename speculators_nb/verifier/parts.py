@@ -255,8 +255,7 @@ class HubIndex(Mapping[str, Path]):
 def tensor_index(
     name_or_path: str | os.PathLike,  # folder or hub id
 ) -> Mapping[str, Path]:  # tensor name -> safetensors file that holds it
-    """List the tensors of a model. Errors: FileNotFoundError; ValueError for an index that
-    leads out of its folder."""
+    "List the tensors of a model. Errors: FileNotFoundError; ValueError for an index that leads out of its folder."
     if Path(name_or_path).is_dir():
         return checkpoint_index(name_or_path)
     return HubIndex(str(name_or_path))
@@ -332,9 +331,8 @@ def _check_tie(path, own_head, found):
     tied = {getattr(part, "tie_word_embeddings", None) for part in parts} - {None}
     if tied == {False} and not own_head:
         raise ValueError(
-            f"verifier {str(path)!r}: its weights hold no head ({', '.join(HEAD_NAMES)}), and "
-            "by its config it has one of its own (tie_word_embeddings is false); take both "
-            "from one checkpoint"
+            f"verifier {str(path)!r}: its weights hold no head ({', '.join(HEAD_NAMES)}), and by its config it has one "
+            "of its own (tie_word_embeddings is false); take both from one checkpoint"
         )
     if tied == {True} and own_head and not torch.equal(found["head"], found["embeddings"]):
         raise ValueError(

@@ -21,14 +21,7 @@ LENGTH_FIELDS = (  # vLLM 0.32, transformers_utils/model_arch_config_convertor.p
     "seq_len",
 )
 # RoPE types whose factor is in the length already
-LENGTH_IS_FINAL = (
-    "su",
-    "longrope",
-    "llama3",
-    "yarn",
-    "deepseek_yarn",
-    "deepseek_llama_scaling",
-)
+LENGTH_IS_FINAL = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
 
 def rope_of(

@@ -65,9 +65,7 @@ def _shape(states):
     return states.shape[1], states.shape[3], states.dtype, states.device
 
 
-def addresses(
-    verifier: Verifier,
-) -> tuple[int, ...]:  # of its parameters
+def addresses(verifier: Verifier) -> tuple[int, ...]:  # of its parameters
     "Where the weights are: a graph reads them there."
     return tuple(p.data_ptr() for p in verifier.model.parameters())
 
