@@ -173,14 +173,14 @@ class Run(NamedTuple):
 
 def written_once(setting: HeldoutSetting, max_new_tokens: int, verifier: str | None, file: Path) -> list[list[int]]:
     "The verifier's answers to the prompts, kept in a file: they are the same for every run and worker."
-    asked = dict(verifier=verifier, prompts=setting.prompts, max_new_tokens=max_new_tokens)
+    request = dict(verifier=verifier, prompts=setting.prompts, max_new_tokens=max_new_tokens)
     with FileLock(file.with_name(f".{file.name}.lock")):
         kept = read_object(file) if file.is_file() else {}
-        if asked.items() <= kept.items():
+        if request.items() <= kept.items():
             return kept["texts"]
         texts = greedy_texts(setting.verifier, setting.prompts, max_new_tokens, setting.eos_token_ids)
         with atomic_write(file) as tmp:
-            tmp.write_text(json.dumps(asked | dict(texts=texts)), encoding="utf-8")
+            tmp.write_text(json.dumps(request | dict(texts=texts)), encoding="utf-8")
     return texts
 
 
