@@ -12,7 +12,7 @@ EXAMINED = (  # one of each kind, light and dark
     "models/05_eagle.html",
     "decode/02_acceptance_rules.html",
     "decode/11_generate.html",
-    "doctor/05_training_checks.html",
+    "doctor/01_doctor.html",
     "commands/train.html",
     "which_drafter.html",
     "conformance.html",
