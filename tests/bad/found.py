@@ -89,9 +89,8 @@ def resumed(spoil):
         told = json.loads((RELEASE / "eagle3/run.json").read_text())
         shutil.copytree(RELEASE / "eagle3/checkpoint-2", folder / "out/checkpoint-2")
         spoil(folder / "out/checkpoint-2")
-        train_drafter(
-            GOOD["features"], folder / "out", GOOD["verifier"], "eagle3", resume_from_checkpoint=True, **told["args"]
-        )
+        args = dict(optimizer="adamw", lr_scheduler_type="linear") | told["args"]  # the defaults of that release
+        train_drafter(GOOD["features"], folder / "out", GOOD["verifier"], "eagle3", resume_from_checkpoint=True, **args)
 
     return resume
 
