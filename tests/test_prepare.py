@@ -420,7 +420,7 @@ def test_a_process_that_dies_is_an_error(tmp_path, monkeypatch):
     from speculators_nb.data import pipeline
 
     # as if memory had run out
-    monkeypatch.setattr(pipeline, "encode_batch", lambda *a: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(pipeline, "encode_batch", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(ChildProcessError, match="smaller num_proc"):
         prepare_data(corpus(700), VERIFIER, tmp_path / "p", num_proc=2)
     assert not (tmp_path / "p").exists()

@@ -337,7 +337,7 @@ FURTHER = [  # --extra of train: (name=value, what must be answered)
     ("save_total_limit=0", "save_total_limit=0: must be at least 1"),
     ("lr_scheduler_type=cosin", "lr_scheduler_type='cosin': is not known; choose .*Did you mean cosine"),
     ("lr_scheduler_kwargs=3", "lr_scheduler_kwargs=3: must be a mapping"),
-    ('lr_scheduler_kwargs={"a": 1}', "lr_scheduler_kwargs={'a': 1}: get_linear_schedule_with_warmup takes no 'a'"),
+    ('lr_scheduler_kwargs={"a": 1}', "lr_scheduler_kwargs={'a': 1}: get_cosine_schedule_with_warmup takes no 'a'"),
     ('accelerator_config={"even_batch": 1}', "accelerator_config=.*takes no 'even_batch'; did you mean even_batches"),
     ("eval_strategy=sometimes", "eval_strategy='sometimes': is not known; choose no, steps or epoch"),
     ("save_strategy=true", "save_strategy=True: is no word"),
