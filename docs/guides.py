@@ -161,7 +161,7 @@ def beside_upstream():
         "Upstream's trainer (`speculators` 0.9.0) beside ours, on the same features and for 48 steps, three seeds: "
         f"{length['upstream, its defaults']} tokens a step with its defaults, **{length[ours]}** with ours, which is "
         f"{more[ours]} in accepted tokens; the settings of `make real` in the time that upstream takes: "
-        f"{length[equal_time]}, {more[equal_time]}. With upstream's settings ours has its "
+        f"{length[equal_time]}, {more[equal_time]}. With upstream's settings ours takes "
         "{} ([page](../benchmarks/real/results/UPSTREAM.md)).".format(length["ours, upstream's settings"])
     )
 

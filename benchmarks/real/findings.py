@@ -137,12 +137,15 @@ def after_others(n_prompts):
     _, drafters, verifier, stop = drafter_of_real()
     lines = (ROOT / "data/smollm2/answers.jsonl").read_text(encoding="utf-8").splitlines()
     conversations = [json.loads(line)["input_ids"] for line in lines]
+    pairs = [(q, conversations[i * 5 :][: max(EARLIER)]) for i, q in enumerate(questions(n_prompts))]
+    # a question that stands among the others would be answered by copying
+    pairs = [(q, others) for q, others in pairs if all(other[: len(q)] != q for other in others)]
     rows = []
     for before in EARLIER:
         prompts = []
-        for i, question in enumerate(questions(n_prompts)):
+        for question, others in pairs:
             system = question.index(2) + 2  # its turn, and the line break after it
-            turns = [token for own in conversations[i * 5 :][:before] for token in [*own[system:], 198]]
+            turns = [token for other in others[:before] for token in [*other[system:], 198]]
             prompts.append(question[:system] + turns + question[system:])
         answers = greedy_answers(verifier, prompts, 64, stop)
         tokens = round(sum(map(len, prompts)) / len(prompts))

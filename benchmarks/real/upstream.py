@@ -40,9 +40,8 @@ ABOUT = """# Beside upstream on a real verifier
 EAGLE-3 for SmolLM2-135M-Instruct, draft vocabulary {vocabulary:,}, packed rows of {length:,} positions; greedy, K={k},
 {questions} held-out questions of at most {new} new tokens; seeds: {seeds}. `accepted`: tokens a step minus one.
 Intervals of 95 %: over seeds (t), with one seed over questions; in the last column over questions (bootstrap, seeds
-pooled). CPU seconds of the training loop on one thread. With upstream's settings ours equals upstream. The steps are
-the beginning of a training, where a larger rate gains most; how much of it a long one keeps is not measured. Again
-with `make real`, then `python benchmarks/real/upstream.py`.
+pooled). CPU seconds of the training loop on one thread. The steps are the beginning of a training; how much of a
+difference a long one keeps is not measured. Again with `make real`, then `python benchmarks/real/upstream.py`.
 
 | setting | steps | CPU s | tokens a step | by seed | accepted | minus upstream | accepted more |
 | --- | --- | --- | --- | --- | --- | --- | --- |
