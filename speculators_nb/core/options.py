@@ -842,7 +842,8 @@ RULES |= switches(
 )
 RULES |= switches(
     """cross_document_targets serving_window use_off_policy_tokens sample_from_anchor as_served
-    sliding_window_non_causal enable_confidence_head confidence_head_with_markov""",
+    sliding_window_non_causal is_causal attention_sink_bias enable_confidence_head
+    confidence_head_with_markov""",
     none=True,
 )
 
