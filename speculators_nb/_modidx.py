@@ -2238,6 +2238,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                        'speculators_nb/nn/step_weights.py'),
                                                 'speculators_nb.nn.step_weights._positive': ( 'nn/step_weights.html#_positive',
                                                                                               'speculators_nb/nn/step_weights.py'),
+                                                'speculators_nb.nn.step_weights.accept_until_fail': ( 'nn/step_weights.html#accept_until_fail',
+                                                                                                      'speculators_nb/nn/step_weights.py'),
                                                 'speculators_nb.nn.step_weights.block_decay': ( 'nn/step_weights.html#block_decay',
                                                                                                 'speculators_nb/nn/step_weights.py'),
                                                 'speculators_nb.nn.step_weights.dpace': ( 'nn/step_weights.html#dpace',

@@ -139,7 +139,7 @@ def _resume(rule, value):
 
 # `nn.losses.register_loss` and `nn.step_weights.register_loss_weight` add to these two
 LOSSES = ["kl_div", "rkl", "jsd", "ce", "soft_ce", "topk_ce", "tv", "nla", "lk_hybrid"]
-LOSS_WEIGHTS = ["fixed-exp-decay", "dpace"]
+LOSS_WEIGHTS = ["fixed-exp-decay", "dpace", "auf"]
 
 
 def _list(rule, value):

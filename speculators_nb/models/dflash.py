@@ -379,7 +379,7 @@ class DFlashDraftModel(BlockDrafting):
         max_anchors: int | None = None,  # blocks drawn; None: the config's
         loss_config: dict | str = "kl_div",  # see `losses.parse_loss`
         gamma: float = 4.0,  # slots over which a weight falls by a factor of e
-        # fixed-exp-decay, dpace, one of your own (`register_loss_weight`), or a function
+        # fixed-exp-decay, dpace, auf, one of your own (`register_loss_weight`), or a function
         per_position_loss_weight: str | Callable = FIXED,
         dpace_alpha: float = 0.5,  # smoothing of D-PACE
         step_weights: StepWeights = None,  # B weights, or a function of the slot; None: above
