@@ -242,7 +242,8 @@ def read_dspark(
     native: NativeCheckpoint,
     target: Target,  # the verifier
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:  # our config's fields; our name -> tensor
-    "Read a DSpark checkpoint. Its anchor's slot predicts, unless the config says otherwise. Errors: as from `read_dflash`."
+    """Read a DSpark checkpoint. The anchor's slot predicts unless its config says otherwise. Errors: as from
+    `read_dflash`."""
     fields, tensors = read_dflash(native, target)
     value = partial(native.config_value, block="dflash_config")
     from_anchor = value("sample_from_anchor", not value("dspark_bonus_anchor", False))

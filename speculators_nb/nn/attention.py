@@ -81,7 +81,7 @@ def with_sinks(
 
 def _flex(q, k, v, mask, scale, sinks):
     out, lse = masked_flex(q, k, v, mask, scale, want_lse=sinks is not None)
-    if sinks is None:
+    if sinks is None or lse is None:
         return out
     return torch.stack([with_sinks(*row, sinks) for row in zip(out, lse)])
 

@@ -404,7 +404,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         check_layer_config(config)
         if getattr(config, SINKS, None) and not sinks:
-            _refuse(config, SINKS, ": sinks are for drafters of blocks, e.g. dflash; remove it")
+            _refuse(config, SINKS, ": it is for drafters that predict a block; remove it")
         h, eps = config.hidden_size, config.rms_norm_eps
         self.window = layer_window(config, index)
         self.norm_before_residual = norm_before_residual
