@@ -49,13 +49,7 @@ SHELL = {
 
 def shell_type(annotation: ast.expr | None) -> type | None:
     "The first alternative of a union that can be typed on a command line; None: none can."
-    alternatives, rest = [], [annotation or ast.Name("str")]
-    while rest:
-        part = rest.pop()
-        if isinstance(part, ast.BinOp):
-            rest += [part.right, part.left]
-        else:
-            alternatives.append(ast.unparse(part))
+    alternatives = ast.unparse(annotation).split(" | ") if annotation else ["str"]
     kinds = [str if a.startswith("Literal[") else SHELL.get(a) for a in alternatives]
     kind = float if float in kinds else next(filter(None, kinds), None)
     return kind | None if kind and "None" in alternatives else kind
@@ -277,29 +271,16 @@ def _listening():
             signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def _open_closed_streams():
-    """Standard output and error that were closed (`>&-`) lead nowhere, and their numbers are
-    not given to the next file that is opened."""
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        if getattr(sys, name) is not None:
-            continue
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        try:
-            os.fstat(number)
-        except OSError:
-            os.dup2(nowhere, number)
-        setattr(sys, name, os.fdopen(nowhere, "w", encoding="utf-8"))
-
-
 def _drop_output():
     "What standard output still holds is not written."
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _flush() -> int:
-    "Write what standard output still holds; a disk that refuses it is named in one line."
+    "Write what standard output still holds, unless it is closed; a disk that refuses it is named in one line."
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return 0
     except BrokenPipeError:
         raise
@@ -313,7 +294,6 @@ class Program(TyperGroup):
     "Commands whose failures are one line; Ctrl-C prints nothing, and its exit code is 130."
 
     def main(self, *args, standalone_mode=True, **kwargs):
-        _open_closed_streams()
         try:
             with _listening():
                 code = super().main(*args, standalone_mode=False, **kwargs)
@@ -595,29 +575,21 @@ def _values(function, name, app, context, recipe, line):
     return values
 
 
-def _flags(app, command) -> set[str]:
-    "The options of a command."
-    names = inspect.signature(app.functions[command]).parameters
-    return {"--import", *(f"--{name.replace('_', '-')}" for name in names)}
-
-
 def _next_line(steps, recipe, app, own) -> str:
     "What to type next, with the drafters of one's own; a step that has a section in the recipe is read from there."
     from .recipe import sections_of
 
-    written = sections_of(recipe) if recipe else ()
-    lines = [
-        [words[0], "--recipe", typed(recipe)]
-        if words[0] in written
-        else [word if word in _flags(app, words[0]) else typed(word) for word in words]
-        for words in steps
-    ]
-    flags = [word for name in own for word in ("--import", name)]
-    lines = [
-        [*words, *flags] if loads_drafters(app.functions[words[0]]) and "--recipe" not in words else words
-        for words in lines
-    ]
-    return "Next: " + "; ".join(f"{app.info.name} {shlex.join(words)}" for words in lines)
+    written, lines = sections_of(recipe) if recipe else (), []
+    for name, *words in steps:
+        function = app.functions[name]
+        flags = {f"--{parameter.replace('_', '-')}" for parameter in inspect.signature(function).parameters}
+        words = [word if word in {"--import", *flags} else typed(word) for word in words]
+        if loads_drafters(function):
+            words += [word for module in own for word in ("--import", module)]
+        if name in written:
+            words = ["--recipe", typed(recipe)]
+        lines.append(shlex.join([app.info.name, name, *words]))
+    return "Next: " + "; ".join(lines)
 
 
 def _leave_recipe(place, name, values):
