@@ -197,11 +197,11 @@ DECIDED = {"seed", "overwrite", "output_dir", *FIELDS}  # no training arguments
 
 def _arguments(values, where) -> dict[str, Any]:
     "Training arguments as a recipe has them. Errors: ValueError."
-    from .recipe import checked
+    from .recipe import spelt
 
     if values is not None and not isinstance(values, dict):
         raise ValueError(f"{where}={shown(values)}: must be a mapping, e.g. {where.split('.')[-1]}: {{max_steps: 100}}")
-    return pairs(checked(values or {}, list[str], where))
+    return spelt(values or {}, f"{where}.")
 
 
 def _check_arguments(where, algorithm, arguments):
