@@ -11,10 +11,8 @@ import json
 import logging
 import os
 import shlex
-import signal
 import sys
 import textwrap
-import threading
 import tokenize
 from collections.abc import Callable
 from importlib import import_module
@@ -246,29 +244,13 @@ STATUSES = {  # exit status -> what has happened
     2: "A mistake in the line, in a recipe or in the data, or a machine that cannot: one line names it and the remedy.",
     130: "Ctrl-C; what was finished is kept.",
 }
-INTERRUPTED = []  # Ctrl-C was pressed; an interrupted import raises an unrelated ImportError
 
 
-@contextlib.contextmanager
-def _listening():
-    "Note Ctrl-C, where nobody else has taken it over."
-    INTERRUPTED.clear()
-    alone = (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )
-
-    def stop(number, frame):
-        INTERRUPTED.append(number)
-        raise KeyboardInterrupt
-
-    if alone:
-        signal.signal(signal.SIGINT, stop)
-    try:
-        yield
-    finally:
-        if alone:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+def _interrupted(e: BaseException | None) -> bool:
+    "Whether Ctrl-C is behind an error: an interrupted import raises an unrelated ImportError."
+    while e is not None and not isinstance(e, KeyboardInterrupt):
+        e = e.__cause__ or e.__context__
+    return e is not None
 
 
 def _drop_output():
@@ -295,9 +277,7 @@ class Program(TyperGroup):
 
     def main(self, *args, standalone_mode=True, **kwargs):
         try:
-            with _listening():
-                code = super().main(*args, standalone_mode=False, **kwargs)
-            code = code or _flush()
+            code = super().main(*args, standalone_mode=False, **kwargs) or _flush()
         except BrokenPipeError:  # the reader of the output (`head`, for example) has ended
             _drop_output()
             code = 1
@@ -322,7 +302,7 @@ def one_line(function: Callable):
     except (typer.Exit, BrokenPipeError):
         raise
     except Exception as e:
-        if INTERRUPTED:
+        if _interrupted(e):
             raise typer.Exit(130) from None
         if os.environ.get("SPECULATORS_NB_TRACEBACK"):
             raise

@@ -185,7 +185,7 @@ class ExperimentFile(NamedTuple):
     settings: dict[str, tuple[str, dict[str, Any]]]  # name -> (algorithm, arguments); of a grid: {}
     factors: dict[str, Any]  # of a grid: argument -> values, or name -> value
     common: dict[str, Any]  # training arguments of all
-    given: dict[str, Any]  # seeds, k, features and the like: those of `SIZES` and `DATA` in the file
+    given: dict[str, Any]  # `SIZES` and `DATA` in the file
     modules: list[str]  # that register drafters
 
 
@@ -195,34 +195,28 @@ FIELDS = (*SIZES, *DATA, "algorithm", "settings", "grid", "common", "import")
 DECIDED = {"seed", "overwrite", "output_dir", *FIELDS}  # no training arguments
 
 
-def _arguments(values, where) -> dict[str, Any]:
-    "Training arguments as a recipe has them. Errors: ValueError."
+def _training_arguments(values, algorithm, where) -> dict[str, Any]:
+    "Arguments by their names in Python, checked. Errors: ValueError naming the option, its value, and what to write."
     from .recipe import spelt
 
-    if values is not None and not isinstance(values, dict):
-        raise ValueError(f"{where}={shown(values)}: must be a mapping, e.g. {where.split('.')[-1]}: {{max_steps: 100}}")
-    return spelt(values or {}, f"{where}.")
-
-
-def _check_arguments(where, algorithm, arguments):
-    "Errors: ValueError naming the option, its value, and what to write."
+    arguments = spelt(values, f"{where}.")
     for name, value in arguments.items():
-        shipped = algorithm in shipped_drafters()  # a drafter of one's own may have others
         if name in DECIDED:
-            raise ValueError(f"{where}{name}={shown(value)}: is no training option; leave it out")
-        if shipped and name not in RULES:
+            raise ValueError(f"{where}.{name}={shown(value)}: is no training option; leave it out")
+        if algorithm in shipped_drafters() and name not in RULES:  # a drafter of one's own may have others
             meant = near(name, RULES)
             meant = meant if meant.startswith("Did") else "docs/commands lists those of train"
-            raise ValueError(f"{where}{name}={shown(value)}: there is no such option. {meant}")
+            raise ValueError(f"{where}.{name}={shown(value)}: there is no such option. {meant}")
     try:
         check_options(dict(algorithm=algorithm) | arguments)
     except ValueError as e:
-        raise ValueError(f"{where}{e}") from None
+        raise ValueError(f"{where}.{e}") from None
+    return arguments
 
 
 def _read_fields(path) -> dict[str, Any]:
-    "The fields of an experiment's file, each by its rule. Errors: ValueError."
-    from .recipe import read_plain, spelt
+    "The fields of an experiment's file, each by its rule; what `import` names is imported. Errors: ValueError."
+    from .recipe import import_first, read_plain, spelt, with_files_beside
 
     if not path.is_file():
         raise FileNotFoundError(
@@ -242,55 +236,52 @@ def _read_fields(path) -> dict[str, Any]:
             f"{path}: settings, grid: {what}; write settings: {{NAME: {{OPTION: VALUE}}}}, or "
             "grid: {OPTION: [VALUE, VALUE]}"
         )
+    with_files_beside(path, fields)
+    import_first(path, {"import": fields.get("import", [])})
+    rules = {name: value for name, value in fields.items() if f"experiment.{name}" in IN}
+    try:
+        check_options(dict(algorithm=fields.get("algorithm", "eagle3")) | rules, "experiment")
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from None
     return fields
-
-
-def _factors(where, grid) -> dict[str, Any]:
-    "The factors of a grid, checked to have values. Errors: ValueError."
-    from .recipe import spelt
-
-    for name, values in grid.items():
-        if not isinstance(values, (list, dict)) or not values:
-            raise ValueError(
-                f"{where}{name}={shown(values)}: must be a list of values, or a mapping of "
-                f"names and values; write {name}: [VALUE, VALUE]"
-            )
-    return spelt(grid, where)
 
 
 def read_experiment_file(path: str | os.PathLike) -> ExperimentFile:
     """Read and check the file of an experiment; what `import` names is imported. Errors:
     FileNotFoundError, ValueError naming the field, its value and what to write."""
-    from .recipe import import_first, with_files_beside
+    from .recipe import spelt
 
-    path, where = Path(path), f"{path}: "
-    fields = _read_fields(path)
-    with_files_beside(path, fields)
-    import_first(path, {"import": fields.get("import", [])})
-    algorithm = fields.get("algorithm", "eagle3")
-    rules = {name: fields[name] for name in fields if f"experiment.{name}" in IN}
-    try:
-        check_options(dict(algorithm=algorithm) | rules, "experiment")
-    except ValueError as e:
-        raise ValueError(f"{where}{e}") from None
-    common = _arguments(fields.get("common"), f"{where}common")
-    _check_arguments(f"{where}common.", algorithm, common)
+    fields, where = _read_fields(Path(path)), f"{path}: "
+    algorithm, modules = fields.get("algorithm", "eagle3"), fields.get("import", [])
+    kind = "grid" if "grid" in fields else "settings"
+    if not fields[kind]:
+        raise ValueError(f"{where}{kind}={{}}: is empty")
+    common = _training_arguments(fields.get("common", {}), algorithm, f"{where}common")
     settings = {}
     for name, values in fields.get("settings", {}).items():
-        own = _arguments(values, f"{where}settings.{name}")
-        kind = own.pop("algorithm", algorithm)
-        _check_arguments(f"{where}settings.{name}.", kind, own)
-        settings[str(name)] = kind, own
-    factors = _factors(f"{where}grid.", fields.get("grid", {}))
+        if not isinstance(values, dict | None):
+            example = f"{name}: {{max_steps: 100}}"
+            raise ValueError(f"{where}settings.{name}={shown(values)}: must be a mapping, e.g. {example}")
+        own = dict(values or {})
+        uses = own.pop("algorithm", algorithm)
+        settings[str(name)] = uses, _training_arguments(own, uses, f"{where}settings.{name}")
+    factors = spelt(fields.get("grid", {}), f"{where}grid.")
     for name, values in factors.items():
+        if not isinstance(values, (list, dict)) or not values:
+            raise ValueError(
+                f"{where}grid.{name}={shown(values)}: must be a list of values, or a mapping of "
+                f"names and values; write {name}: [VALUE, VALUE]"
+            )
         for value in values.values() if isinstance(values, dict) else values:
-            _check_arguments(f"{where}grid.", algorithm, {name: value})
-    if not settings and not factors:
-        raise ValueError(f"{where}{'grid' if 'grid' in fields else 'settings'}={{}}: is empty")
-    given = {name: fields[name] for name in (*SIZES, *DATA) if name in fields}
-    modules = fields.get("import", [])
-    modules = [modules] if isinstance(modules, str) else modules
-    return ExperimentFile(algorithm, settings, factors, common, given, modules)
+            _training_arguments({name: value}, algorithm, f"{where}grid")
+    return ExperimentFile(
+        algorithm=algorithm,
+        settings=settings,
+        factors=factors,
+        common=common,
+        given={name: fields[name] for name in (*SIZES, *DATA) if name in fields},
+        modules=[modules] if isinstance(modules, str) else modules,
+    )
 
 
 def check_settings(record: Path, settings: dict[str, Any]) -> None:
