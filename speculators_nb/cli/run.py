@@ -184,11 +184,12 @@ class RunRecord:
 
     def __init__(self, folder: Path):
         self.file = folder / "run.json"
-        self.stages: dict[str, dict[str, Any]] = read_object(self.file).get("stages") if self.file.is_file() else {}
-        if not isinstance(self.stages, dict) or not all(isinstance(s, dict) for s in self.stages.values()):
+        stages = read_object(self.file).get("stages") if self.file.is_file() else {}
+        if not isinstance(stages, dict) or not all(isinstance(stage, dict) for stage in stages.values()):
             raise ValueError(
                 f"{self.file}: is no record of a run; name another folder in the recipe, as run: {{output_dir: FOLDER}}"
             )
+        self.stages: dict[str, dict[str, Any]] = stages
 
     def write(self):
         with atomic_write(self.file) as temporary:

@@ -86,14 +86,14 @@ def _refused(e: Exception, path: Path) -> tuple[int, Path] | None:
     if isinstance(e, OSError) and isinstance(e.filename, (str, bytes, os.PathLike)):
         # else it is a file to read that is missing
         gone = e.errno != errno.ENOENT or not Path(os.fsdecode(e.filename)).parent.is_dir()
-        file = _concerned(e.filename, path) if e.errno in REMEDIES and gone else None
-        return file and (e.errno, file)
+        file = _concerned(e.filename, path) if gone else None
+        return (e.errno, file) if file and e.errno in REMEDIES else None
     if isinstance(e, OSError) and e.errno is not None:
         return (e.errno, path) if e.errno in _UNNAMED else None
     if number := re.search(r"while serializing.*os error (\d+)", str(e)):  # safetensors
         return int(number[1]), path
     reason = _unsaid(path)  # torch raises RuntimeError, NumPy and pandas OSError without a number
-    return reason and (reason, path)
+    return (reason, path) if reason else None
 
 
 @contextlib.contextmanager

@@ -385,8 +385,9 @@ def _leave_out(values: Mapping, name: str, why: str, default: Any = 0) -> None:
 
 def _apart(values: Mapping, source: str, output: str) -> None:
     "Errors: ValueError where what is made is what it is made from."
-    paths = [values.get(source), values.get(output)]
-    if all(isinstance(path, (str, os.PathLike)) for path in paths) and len({*map(os.path.realpath, paths)}) == 1:
+    given = [values.get(source), values.get(output)]
+    paths = [os.path.realpath(path) for path in given if isinstance(path, (str, os.PathLike))]
+    if len(paths) == 2 and paths[0] == paths[1]:
         raise ValueError(f"{output}={shown(os.fspath(values[output]))}: is {source} itself; name another place")
 
 
@@ -396,7 +397,7 @@ FILTERS = dict(top_p=1.0, top_k=0, min_p=0.0)  # of sampling: name -> default, w
 
 def _check_filters(values: Mapping, decider: str) -> None:
     "A filter of sampling has an effect only where a temperature is above 0."
-    given = values.get(decider)
+    given: Any = values.get(decider)
     temperatures = given if hasattr(given, "__iter__") else [given or 0]
     if max(temperatures, default=0) <= 0:
         why = f"has no effect with {decider}={shown(given)}, which is greedy; leave it out, or set {decider}=1"
@@ -407,8 +408,9 @@ def _check_filters(values: Mapping, decider: str) -> None:
 def _check_together(values: Mapping) -> None:
     "Options of any command or function that depend on each other. Errors: ValueError."
     get = values.get
-    if get("rank") is not None and get("world_size") is not None and get("rank") >= get("world_size"):
-        raise ValueError(f"rank={get('rank')}: must be less than world_size={get('world_size')}; lower it")
+    rank, world_size = get("rank"), get("world_size")
+    if rank is not None and world_size is not None and rank >= world_size:
+        raise ValueError(f"{rank=}: must be less than {world_size=}; lower it, or raise the other")
     low, high = get("down_sample_ratio_min"), get("down_sample_ratio")
     if low is not None and high is not None and low > high:
         raise ValueError(f"down_sample_ratio_min={low}: must be at most down_sample_ratio={high}; lower it")
