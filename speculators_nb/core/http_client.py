@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from .concurrency import EndpointError, pause, worth_retrying
-from .options import printable
+from .options import address_problem, printable
 from .provenance import without_secrets
 
 # Requests are httpx's. Added is what neither httpx, the `openai` client nor `stamina` has: a limit on the time and size
@@ -102,18 +102,9 @@ def proxy_for(url: httpx.URL) -> str | None:
 
 def _address(url, variable):
     "The parsed address of a server. ValueError, without repeating it: no address, or one with a secret in it."
-    try:
-        parsed = httpx.URL(url)
-    except (httpx.InvalidURL, TypeError):
-        parsed = httpx.URL("")
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError("url: not an http address; it should look like http://127.0.0.1:8000")
-    if parsed.userinfo or parsed.query:
-        raise ValueError(
-            f"url: the address of {parsed.host} has a password or a query in it, which would end up in logs. Put the "
-            f"key into the environment variable {variable or 'OPENAI_API_KEY'}."
-        )
-    key = _key(variable)
+    if problem := address_problem(str(url)):
+        raise ValueError(f"url: {problem}")
+    parsed, key = httpx.URL(url), _key(variable)
     if not (key.isascii() and key.isprintable()):
         raise ValueError(
             f"{variable}: the key holds characters that no HTTP header can carry; set it to the key alone, in one line"
