@@ -31,6 +31,7 @@ from speculators_nb.nn.losses import LOSSES
 from speculators_nb.serve.vllm_methods import METHODS
 from speculators_nb.train.optimizers import OPTIMIZERS
 from speculators_nb.train.trainer import SpeculatorTrainingArguments
+from speculators_nb.train.training_arguments import NOT_SUPPORTED, WITHOUT_EFFECT
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = cli.app.functions
@@ -130,7 +131,9 @@ LEFT = {
     "deepspeed",
     "debug",
     "local_rank",
-}
+    *(name for names in WITHOUT_EFFECT.values() for name in names),
+    *NOT_SUPPORTED,
+} - {"remove_unused_columns"}
 
 
 def test_training_arguments_have_rules():

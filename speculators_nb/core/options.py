@@ -718,6 +718,7 @@ RULES |= {
     "extra": several(text("warmup_steps=100"), "warmup_steps=100", none=True),
 }
 
+# of transformers' training arguments; `train.training_arguments` refuses those that would have no effect
 RULES |= {
     "max_steps": whole(1000, -1, test=no_steps_problem),
     "muon_learning_rate": number(1e-3, above=0, none=True),
@@ -727,10 +728,7 @@ RULES |= {
     "weight_decay": number(0.01, low=0),
     "adam_beta1": number(0.9, low=0, below=1),
     "adam_beta2": number(0.999, low=0, below=1),
-    "adam_epsilon": number(1e-8, above=0),
     "max_grad_norm": number(1.0, low=0),
-    "label_smoothing_factor": number(0.0, low=0, below=1),
-    "neftune_noise_alpha": number(5.0, low=0, none=True),
     "metric_for_best_model": text("loss", none=True),
     "logging_strategy": word("no", "steps", "epoch"),
     "eval_strategy": word("no", "steps", "epoch", none=True),
@@ -745,8 +743,6 @@ RULES |= {
     "data_seed": whole(0, none=True, **SEED),
     "dataloader_num_workers": whole(2, 0, 1024),
     "dataloader_prefetch_factor": whole(2, 1, 1024, none=True),
-    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), whole(1, 1)),
-    "eval_accumulation_steps": whole(1, 1, none=True),
     "torch_empty_cache_steps": whole(100, 1, none=True),
     "ddp_timeout": whole(1800, 1),
     "ddp_bucket_cap_mb": whole(25, 1, none=True),
@@ -758,14 +754,10 @@ RULES |= {
 }
 
 RULES |= switches(
-    """fp16 logging_first_step load_best_model_at_end eval_on_start save_only_model
-    ignore_data_skip full_determinism use_cpu torch_compile
-    dataloader_pin_memory dataloader_persistent_workers dataloader_drop_last
-    dataloader_in_order bf16_full_eval fp16_full_eval logging_nan_inf_filter push_to_hub
-    skip_memory_metrics remove_unused_columns auto_find_batch_size
-    average_tokens_across_devices prediction_loss_only save_on_each_node
-    restore_callback_states_from_checkpoint log_on_each_node enable_jit_checkpoint
-    use_liger_kernel eval_do_concat_batches batch_eval_metrics hub_always_push
+    """logging_first_step load_best_model_at_end eval_on_start ignore_data_skip full_determinism
+    use_cpu torch_compile dataloader_pin_memory dataloader_persistent_workers dataloader_in_order
+    push_to_hub skip_memory_metrics remove_unused_columns save_on_each_node log_on_each_node
+    restore_callback_states_from_checkpoint enable_jit_checkpoint hub_always_push
     eval_use_gather_object do_train do_eval do_predict"""
 )
 RULES |= switches(
