@@ -159,5 +159,8 @@ class WholeLines:
 @contextlib.contextmanager
 def plain_progress():
     "Progress bars that write to a file or a pipe write whole lines, in this block."
-    with contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(WholeLines(sys.stderr)):
+    if sys.stderr is None or sys.stderr.isatty():
         yield
+    else:
+        with contextlib.redirect_stderr(WholeLines(sys.stderr)):
+            yield
