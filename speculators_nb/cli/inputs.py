@@ -96,44 +96,17 @@ def _check_verifier(values, command):
         check_tokenizer(verifier)
 
 
-def _check_named(config, drafter, command):
-    "Errors: ValueError or FileNotFoundError for a drafter without a verifier that is here."
-    name = named_verifier(config, drafter)
-    with named_by(drafter):
-        _check_model("verifier", name, command)
-
-
 def _check_evaluated(values):
-    "Errors: as of `check_folder`, for what is no drafter and cannot be read as a foreign one."
+    "Errors: as of `check_folder`, for what is no drafter and cannot be read as a foreign one, or whose verifier is not here."
     drafter, verifier = values.get("drafter"), values.get("verifier")
     if drafter is None or not Path(drafter).exists() or values.get("method") is not None:
         return
     if verifier is None or not (Path(drafter) / "config.json").is_file():
         config = check_folder(drafter)
         if verifier is None and values.get("server") is None:
-            _check_named(config, drafter, "evaluate")
-
-
-def _check_drafters(values, command):
-    "Errors: FileNotFoundError or ValueError for a folder that holds no drafter."
-    names = {"doctor": "drafter", "stitch-mtp": "drafter", "export": "checkpoint"}
-    names |= {"check": "folder"}
-    if command in names and Path(values[names[command]]).exists():
-        check_folder(values[names[command]])
-    if command == "evaluate":
-        _check_evaluated(values)
-    start = values.get("from_pretrained")
-    if command == "train" and start and not (Path(start) / "config.json").is_file():
-        check_folder(start)
-    if command == "serve" and Path(checkpoint := values["checkpoint"]).is_dir():
-        config = model_object(checkpoint)
-        if "speculators_model_type" in config and values.get("verifier") is None:
-            named_verifier(config, checkpoint)
-    if command == "convert" and Path(values["source"]).is_dir():
-        check_not_empty(values["source"])
-        file = Path(values["source"]) / "config.json"
-        if file.is_file() and values.get("format") is None:
-            refuse_own(read_object(file), str(values["source"]))
+            name = named_verifier(config, drafter)
+            with named_by(drafter):
+                _check_model("verifier", name, "evaluate")
 
 
 def _check_data(field, value, command):
@@ -297,42 +270,86 @@ def check_settings(record: Path, settings: dict[str, Any]) -> None:
         )
 
 
-OUTPUTS = {"evaluate": EVALUATION, "compare": COMPARISON, "doctor": DIAGNOSIS}
-NEW = {"convert": "output_dir", "export": "output_dir", "stitch-mtp": "out"}
-NEW |= {"from-gguf": "output_dir"}
+def _check_drafter(folder):
+    if Path(folder).exists():
+        check_folder(folder)
 
 
-def _check_output(values, command):
-    "Errors: FileExistsError or ValueError for an output that would replace another."
-    if command not in NEW:
-        refuse_model(values.get("output_dir"), drafters=command == "features")
-    if command == "serve":
-        refuse_model(values.get("hidden_states"), "hidden_states")
-    if command in OUTPUTS:
-        overwrite = values.get("overwrite", False)
-        refuse_overwriting(values.get("output_dir"), overwrite, OUTPUTS[command])
-    if command in NEW:
-        new_folder(values[NEW[command]])
-    if command == "train":
-        resume = pairs(values.get("extra")).get("resume_from_checkpoint", values.get("resume"))
-        check_output_dir(values["output_dir"], values.get("overwrite", False), resume)
-    if command in ("demo", "real"):
-        given = {n: v for n, v in values.items() if n not in ("output_dir", "import")}
-        check_settings(Path(values["output_dir"]) / f"{command}.json", given)
-    if command == "prepare":
-        origin_of(values["output_dir"])
+def _check_new(values, command):
+    "Errors: FileExistsError or ValueError for an output that would replace another, or what it is made from."
+    output, overwrite = values.get("output_dir"), values.get("overwrite", False)
+    if command in ("convert", "export", "from-gguf", "stitch-mtp"):
+        new_folder(values["out"] if command == "stitch-mtp" else output)
+        return
+    refuse_model(output, drafters=command == "features")
+    match command:
+        case "serve":
+            refuse_model(values.get("hidden_states"), "hidden_states")
+        case "train":
+            resume = pairs(values.get("extra")).get("resume_from_checkpoint", values.get("resume"))
+            check_output_dir(output, overwrite, resume)
+        case "evaluate":
+            refuse_overwriting(output, overwrite, EVALUATION)
+        case "compare":
+            refuse_overwriting(output, overwrite, COMPARISON)
+        case "doctor":
+            refuse_overwriting(output, overwrite, DIAGNOSIS)
+        case "prepare":
+            origin_of(output)
+        case "demo" | "real":
+            given = {n: v for n, v in values.items() if n not in ("output_dir", "import")}
+            check_settings(Path(output) / f"{command}.json", given)
+
+
+def _check_read(values, command):
+    "Errors: FileNotFoundError or ValueError for what a command reads, where it is of another kind."
+    match command:
+        case "vocab" | "report":
+            folder = Path(values["data_dir" if command == "vocab" else "prepared"])
+            table_files(folder / "rows" if command == "vocab" and (folder / "rows").is_dir() else folder)
+        case "train":
+            start = values.get("from_pretrained")
+            if start and Path(start).exists() and not (Path(start) / "config.json").is_file():
+                check_folder(start)
+        case "evaluate":
+            _check_evaluated(values)
+        case "compare":
+            for folder in named_runs(values["runs"]).values():
+                check_evaluation(folder)
+        case "check":
+            _check_drafter(values["folder"])
+        case "doctor":
+            _check_drafter(values["drafter"])
+            if values.get("features") is not None:
+                layout_of(values["features"])
+            for folder in values.get("evaluation") or ():
+                check_evaluation(folder)
+        case "serve" if Path(checkpoint := values["checkpoint"]).is_dir():
+            config = model_object(checkpoint)
+            if "speculators_model_type" in config and values.get("verifier") is None:
+                named_verifier(config, checkpoint)
+        case "convert" if Path(source := values["source"]).is_dir():
+            check_not_empty(source)
+            file = Path(source) / "config.json"
+            if file.is_file() and values.get("format") is None:
+                refuse_own(read_object(file), str(source))
+        case "export":
+            _check_drafter(values["checkpoint"])
+        case "stitch-mtp":
+            _check_drafter(values["drafter"])
 
 
 def check_inputs(values: dict, command: str):
-    "Errors: FileNotFoundError or ValueError for an input that is missing or of another kind."
-    if command == "demo":
-        check_clone(values["prompts"], values["heldout"])
-    if command == "real" and values["data"].startswith("data/"):
-        check_clone(values["data"])
-    if command == "experiment":
-        read_experiment_file(values["file"])
-    if command == "train":
-        check_features(values["data_dir"], values["verifier"])
+    "Errors: FileNotFoundError, FileExistsError or ValueError for an input or an output that is not what a command needs."
+    match command:  # what has a better answer than a missing model
+        case "demo":
+            check_clone(values["prompts"], values["heldout"])
+        case "real" if values["data"].startswith("data/"):
+            check_clone(values["data"])
+        case "experiment":
+            read_experiment_file(values["file"])
+        case "train":
+            check_features(values["data_dir"], values["verifier"])
     for field, value in values.items():
         if not isinstance(value, (str, os.PathLike)) or str(value).startswith("hf:"):
             continue
@@ -340,18 +357,6 @@ def check_inputs(values: dict, command: str):
             _check_model(field, value, command)
         elif field == "data" and values.get("self_prompts") is None:
             _check_data(field, value, command)
-    _check_output(values, command)
+    _check_new(values, command)
     _check_verifier(values, command)
-    _check_drafters(values, command)
-    if command in ("vocab", "report"):
-        folder = Path(values["data_dir" if command == "vocab" else "prepared"])
-        rows = folder / "rows"
-        table_files(rows if command == "vocab" and rows.is_dir() else folder)
-    if command == "doctor" and values.get("features") is not None:
-        layout_of(values["features"])
-    if command == "compare":
-        for folder in named_runs(values["runs"]).values():
-            check_evaluation(folder)
-    if command == "doctor":
-        for folder in values.get("evaluation") or ():
-            check_evaluation(folder)
+    _check_read(values, command)
