@@ -68,7 +68,8 @@ def _concerned(filename, path: Path) -> Path | None:
 
 def _unsaid(path: Path) -> int | None:
     "The errno behind the failure of a writer that gives none: what the disk says to a small file at the same place."
-    probe = _neighbour(path)
+    folder = next(parent for parent in path.absolute().parents if parent.is_dir())
+    probe = folder / f".{secrets.token_hex(4)}"
     try:
         with probe.open("xb") as file:
             file.write(bytes(1 << 20))
