@@ -179,6 +179,11 @@ def is_there(output: Path) -> bool:
     return any(output.iterdir()) if output.is_dir() else output.exists()
 
 
+def inputs_of(stage: Stage) -> dict[str, dict]:  # argument -> what `identify` says
+    "What a stage reads, as it is now."
+    return {name: identify(place) for name, place in paths_of(stage).items() if os.path.exists(place)}
+
+
 class RunRecord:
     "The file `run.json` of a run, written as a whole at each change. Errors: ValueError for one that is none."
 
@@ -204,13 +209,12 @@ class RunRecord:
 
     def begin(self, stage: Stage, after: list[Stage]):
         "Note that a stage has begun: until it ends, nothing after it is done."
-        places = {name: place for name, place in paths_of(stage).items() if os.path.exists(place)}
         self.stages[stage.name] = {
             "command": stage.command,
             "output": stage.output and str(stage.output),
             "fresh": self.is_fresh(stage),
             "arguments": recipe_section(stage.values),
-            "inputs": {name: identify(place) for name, place in places.items()},
+            "inputs": inputs_of(stage),
         }
         for later in after:
             entry = self.stages.setdefault(later.name, {})
@@ -229,7 +233,7 @@ class RunRecord:
 
     def end(self, stage: Stage, seconds: float, **found: Any):
         "Note that a stage has ended."
-        self.stages[stage.name] |= {"done": True, "seconds": round(seconds, 1), **found}
+        self.stages[stage.name] |= {"done": True, "inputs": inputs_of(stage), "seconds": round(seconds, 1), **found}
         self.write()
 
 
