@@ -113,7 +113,10 @@ def test_a_command_is_the_library_s_function(name):
 
 def test_heavy_imports_are_inside():
     light = {"data.sources", "evaluate.prompts", "verifier.folders"}
-    for module in (cli, *(sys.modules[f"speculators_nb.cli.{name}"] for name in ("own_drafters", "inputs", "command"))):
+    for module in (
+        cli,
+        *(sys.modules[f"speculators_nb.cli.{name}"] for name in ("own_drafters", "inputs", "recipe", "command")),
+    ):
         tree = ast.parse(Path(module.__file__).read_text())
         tops = {
             name if name in light else name.split(".")[0]
@@ -138,6 +141,7 @@ def test_heavy_imports_are_inside():
             "own_drafters",
             "pathlib",
             "re",
+            "recipe",
             "run",
             "shlex",
             "signal",

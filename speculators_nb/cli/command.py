@@ -31,6 +31,7 @@ from ..core.provenance import hide_secrets, without_secrets
 from ..verifier.folders import refuse_model
 from .inputs import check_inputs
 from .own_drafters import import_drafters, loads_drafters
+from .recipe import read_recipe, resolve, sections_of, with_home, write_recipe
 
 SHELL = {
     "str": str,
@@ -376,6 +377,7 @@ def _place(text):
     return Path(text)
 
 
+NAMED = ("verifier",)  # options in every command, also without a default
 READERS = {int: ("INTEGER", int), float: ("FLOAT", float), dict: ("JSON", _object), Path: ("PATH", _place)}
 
 
@@ -405,7 +407,7 @@ def _keyword(name, kind, info, default=None) -> inspect.Parameter:
     return inspect.Parameter(name, place, default=default, annotation=Annotated[kind, info])
 
 
-def _as_typer(parameter, comment, command, named) -> list[inspect.Parameter]:
+def _as_typer(parameter, comment, command) -> list[inspect.Parameter]:
     """A parameter of the function for Typer. One without a default is an argument, and an
     option as well; it may also come from a recipe, so that Typer requires neither."""
     name, kind = parameter.name, parameter.annotation
@@ -416,7 +418,7 @@ def _as_typer(parameter, comment, command, named) -> list[inspect.Parameter]:
         return [_keyword(name, kind, option, parameter.default)]
     metavar = f"[{name.upper()}]" if _may_be_none(parameter) else name.upper()
     flag, place = f"--{name.replace('_', '-')}", dict(reader, metavar=metavar)
-    if name in named:
+    if name in NAMED:
         option = typer.Option(flag, help=comment, show_default=False, **place)
         return [_keyword(name, kind | None, option)]
     argument = typer.Argument(help=comment, show_default=False, **place)
@@ -467,7 +469,7 @@ def _may_be_none(parameter) -> bool:
     return type(None) in get_args(parameter.annotation)
 
 
-def _shell_parameters(function, command, named) -> list[inspect.Parameter]:
+def _shell_parameters(function, command) -> list[inspect.Parameter]:
     "The function's parameters for Typer, and those that every command has."
     if not hasattr(function, "comments"):
         source = textwrap.dedent(inspect.getsource(function))
@@ -477,7 +479,7 @@ def _shell_parameters(function, command, named) -> list[inspect.Parameter]:
     parameters = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name != "import_":
-            parameters += _as_typer(parameter, comments.get(parameter.name), command, named)
+            parameters += _as_typer(parameter, comments.get(parameter.name), command)
     if loads_drafters(function):
         comment = "Module or .py file that registers drafters of your own (repeatable)."
         own = typer.Option("--import", metavar="MODULE", show_default=False, help=comment)
@@ -499,17 +501,18 @@ def further_options(args: list[str], known: set[str]) -> list[str]:
     value is true, `--no-` before it false."""
     out, rest = [], list(args)
     while rest:
-        flag, equals, value = rest.pop(0).partition("=")
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
-        off = name.startswith("no_") and RULES.get(name.removeprefix("no_"))
-        rule = RULES.get(name) if flag.startswith("--") and flag not in known else None
-        if flag.startswith("--") and flag not in known and off and off.kind == "switch":
+        rule, opposite = RULES.get(name), RULES.get(name.removeprefix("no_"))
+        if flag in known or not flag.startswith("--"):
+            out.append(word)
+        elif rule and (equals or rule.kind == "switch" or rest):
+            out += ["--extra", f"{name}={value if equals else 'true' if rule.kind == 'switch' else rest.pop(0)}"]
+        elif name.startswith("no_") and opposite and opposite.kind == "switch":
             out += ["--extra", f"{name.removeprefix('no_')}=false"]
-        elif rule is None or (not equals and rule.kind != "switch" and not rest):
-            out.append(flag + equals + value)
         else:
-            typed = value if equals else "true" if rule.kind == "switch" else rest.pop(0)
-            out += ["--extra", f"{name}={typed}"]
+            out.append(word)
     return out
 
 
@@ -517,12 +520,11 @@ class ShellCommand(TyperCommand):
     "Its help shows what it cannot do without as required, though a recipe may give it."
 
     needed: tuple[str, ...] = ()  # parameters without a default
-    named: tuple[str, ...] = ()  # those of them that are options
 
     def collect_usage_pieces(self, ctx):
         arguments = [p for p in self.params if p.param_type_name == "argument" and p.metavar]
         places = [f"{p.metavar}{'...' * (p.nargs != 1)}" for p in arguments]
-        options = [f"--{name} {name.upper()}" for name in self.needed if name in self.named]
+        options = [f"--{name} {name.upper()}" for name in self.needed if name in NAMED]
         return [self.options_metavar, *places, *options]
 
     def parse_args(self, ctx, args):
@@ -542,8 +544,6 @@ class ShellCommand(TyperCommand):
 
 def _values(function, name, app, context, recipe, line):
     "Every argument of the function, checked: from the command line, the recipe, or its default."
-    from .recipe import read_recipe, resolve
-
     given = {n for n in line if context.get_parameter_source(n).name == "COMMANDLINE"}
     if twice := [n for n in given if f"{n}_" in given]:
         raise ValueError(f"{twice[0]}={shown(line[twice[0]])}: given as an argument and as an option; leave one out")
@@ -557,8 +557,6 @@ def _values(function, name, app, context, recipe, line):
 
 def _next_line(steps, recipe, app, own) -> str:
     "What to type next, with the drafters of one's own; a step that has a section in the recipe is read from there."
-    from .recipe import sections_of
-
     written, lines = sections_of(recipe) if recipe else (), []
     for name, *words in steps:
         function = app.functions[name]
@@ -570,14 +568,6 @@ def _next_line(steps, recipe, app, own) -> str:
             words = ["--recipe", typed(recipe)]
         lines.append(shlex.join([app.info.name, name, *words]))
     return "Next: " + "; ".join(lines)
-
-
-def _leave_recipe(place, name, values):
-    "The recipe of what was made, beside it."
-    if place is not None and Path(place).exists():
-        from .recipe import write_recipe
-
-        write_recipe(place, name, values)
 
 
 def _is_first_rank():
@@ -607,12 +597,11 @@ def command(
     group: str | None = None,  # heading under which `--help` lists it
     output: str | None = "output_dir",  # parameter naming the output; the recipe is left there
     then: Callable | None = None,  # (what it returned, its arguments) -> commands to type next
-    named: tuple[str, ...] = ("verifier",),  # options in every command, also without a default
     verdict: str | None = None,  # what exit status 1 says, of a command that judges
 ) -> Callable:  # the function itself
     "Enter a function as a command."
     name = name or function.__name__
-    parameters = _shell_parameters(function, name, named)
+    parameters = _shell_parameters(function, name)
     takes = inspect.signature(function).parameters
 
     def perform(values):
@@ -626,14 +615,14 @@ def command(
             result = function(**given | ({"import_": own} if "import_" in takes else {}))
         if _is_first_rank():
             _print(report(result))
-            _leave_recipe(values.get(output), name, values)
+            place = values.get(output)
+            if place is not None and Path(place).exists():
+                write_recipe(place, name, values)
         return result
 
     def run(context: typer.Context, **line):
         recipe = line.pop("recipe") if "recipe" not in takes else None
         with one_line(function):
-            from .recipe import with_home
-
             line, recipe = with_home(line), with_home(recipe)
             values = _values(function, name, app, context, recipe, line)
             result = perform(values)
@@ -649,7 +638,7 @@ def command(
         help=help_text,
         short_help=help_text.split(". ")[0].rstrip("."),
         rich_help_panel=group,
-        cls=type("Entered", (ShellCommand,), dict(needed=_required(function), named=named)),
+        cls=type("Entered", (ShellCommand,), dict(needed=_required(function))),
     )(run)
     app.functions[name], app.outputs[name] = function, output
     if verdict:

@@ -29,6 +29,7 @@ from ..verifier.folders import (
     refuse_overwriting,
     refuse_own,
 )
+from .recipe import import_first, read_plain, spelt, with_files_beside
 
 
 def check_features(data_dir: str | os.PathLike, verifier: str | None = None):
@@ -170,8 +171,6 @@ DECIDED = {"seed", "overwrite", "output_dir", *FIELDS}  # no training arguments
 
 def _training_arguments(values, algorithm, where) -> dict[str, Any]:
     "Arguments by their names in Python, checked. Errors: ValueError naming the option, its value, and what to write."
-    from .recipe import spelt
-
     arguments = spelt(values, f"{where}.")
     for name, value in arguments.items():
         if name in DECIDED:
@@ -189,8 +188,6 @@ def _training_arguments(values, algorithm, where) -> dict[str, Any]:
 
 def _read_fields(path) -> dict[str, Any]:
     "The fields of an experiment's file, each by its rule; what `import` names is imported. Errors: ValueError."
-    from .recipe import import_first, read_plain, spelt, with_files_beside
-
     if not path.is_file():
         raise FileNotFoundError(
             f"file={shown(str(path))}: no such file; an experiment is a YAML or JSON file with settings or a grid"
@@ -222,8 +219,6 @@ def _read_fields(path) -> dict[str, Any]:
 def read_experiment_file(path: str | os.PathLike) -> ExperimentFile:
     """Read and check the file of an experiment; what `import` names is imported. Errors:
     FileNotFoundError, ValueError naming the field, its value and what to write."""
-    from .recipe import spelt
-
     fields, where = _read_fields(Path(path)), f"{path}: "
     algorithm, modules = fields.get("algorithm", "eagle3"), fields.get("import", [])
     kind = "grid" if "grid" in fields else "settings"

@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from ..core.files import atomic_write
 from ..core.options import check_options, near, rule_of, shown
 from ..core.provenance import NOT_SECRET, SECRET_NAME, without_secrets
 from .own_drafters import import_drafters, loads_drafters
@@ -365,8 +366,6 @@ def recipe_section(values: Mapping) -> dict:  # as YAML gives it back
 
 def write_recipe(output: str | os.PathLike, command: str, values: Mapping) -> Path:  # the file that was written
     "Write the resolved recipe beside an output, for `speculators-nb COMMAND --recipe`."
-    from ..core.files import atomic_write  # a recipe is read before torch is imported
-
     path = recipe_path(output, command)
     section = {command: recipe_section(values)}
     text = yaml.safe_dump(section, sort_keys=False, allow_unicode=True, width=120)
