@@ -98,7 +98,7 @@ def _check_verifier(values, command):
 
 
 def _check_evaluated(values):
-    "Errors: as of `check_folder`, for what is no drafter and cannot be read as a foreign one, or whose verifier is not here."
+    "Errors: as of `check_folder`: no drafter, nor one that can be read as a foreign one; its verifier is not here."
     drafter, verifier = values.get("drafter"), values.get("verifier")
     if drafter is None or not Path(drafter).exists() or values.get("method") is not None:
         return
@@ -335,7 +335,7 @@ def _check_read(values, command):
 
 
 def check_inputs(values: dict, command: str):
-    "Errors: FileNotFoundError, FileExistsError or ValueError for an input or an output that is not what a command needs."
+    "Errors: FileNotFoundError, FileExistsError or ValueError for an input or output that is not what is needed."
     match command:  # what has a better answer than a missing model
         case "demo":
             check_clone(values["prompts"], values["heldout"])

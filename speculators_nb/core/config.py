@@ -8,7 +8,7 @@ import os
 import re
 from functools import cache, partial
 from logging import getLogger
-from typing import Annotated, Any, ClassVar, Self, get_origin
+from typing import Annotated, Any, ClassVar, Self, get_args, get_origin
 
 import torch
 from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError, model_validator
@@ -86,9 +86,7 @@ def check_field_types(
 
 LAYER_RULES = {  # of the fields of a decoder's config that are read here
     "hidden_size": whole(4096, 1, 2**20),
-    "target_hidden_size": whole(4096, 1, 2**20, none=True),
     "num_hidden_layers": whole(1, 1, 2**14),
-    "num_nextn_predict_layers": whole(1, 0, 2**14, none=True),
     "vocab_size": whole(32000, 1, 2**26),
     "max_position_embeddings": whole(4096, 1, 2**40),
     "num_attention_heads": several(whole(32, 1, 2**16), 32, alone=True),
@@ -286,6 +284,18 @@ def _field_types(cls: type) -> dict[str, TypeAdapter]:
     return {name: TypeAdapter(hint) for name, hint in _hints(cls).items()}
 
 
+@cache
+def _numbers(cls: type) -> set[str]:
+    "Fields that hold numbers, and no truth values, which Python takes for 0 and 1."
+
+    def kinds(hint):
+        inner = get_args(hint)
+        return set().union(*map(kinds, inner)) if inner else {hint}
+
+    fields = {name: kinds(hint) for name, hint in _hints(cls).items()}
+    return {name for name, has in fields.items() if {int, float} & has and bool not in has}
+
+
 # further fields that transformers takes for itself, in any config
 OF_TRANSFORMERS = {
     *("name_or_path", "torch_dtype", "output_attentions", "attn_implementation"),
@@ -355,13 +365,16 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
     @classmethod
     def _checked(cls, name: str, value: Any) -> Any:
         if field_type := _field_types(cls).get(name):
-            rule = LAYER_RULES.get(name) or RULES.get(name)
-            if rule and value is not None and (problem := rule.problem(value)):
-                raise ValueError(f"{cls.__name__}.{name}={shown(value)}: {problem}")
+            field = f"{cls.__name__}.{name}"
+            if isinstance(value, bool) and name in _numbers(cls):
+                raise ValueError(f"{field}={value}: is a truth value, and must be a number")
             try:
                 value = field_type.validate_python(value)
             except ValidationError as e:
                 raise FieldError.of(explain(e, cls.__name__, name)) from None
+            rule = LAYER_RULES.get(name) or RULES.get(name)
+            if rule and value is not None and (problem := rule.problem(value)):
+                raise ValueError(f"{field}={shown(value)}: {problem}")
         return value
 
     def __setattr__(self, name, value):

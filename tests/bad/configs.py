@@ -93,7 +93,7 @@ FIELDS = {
     "tokens as text": (top(draft_vocab_size="all"), "draft_vocab_size='all': (input|must|extra|is)"),
     "tokens as a truth value": (
         top(draft_vocab_size=True),
-        "draft_vocab_size=True: must be a whole number",
+        "draft_vocab_size=True: is a truth value, and must be a number",
     ),
     "a fraction of a token": (top(draft_vocab_size=40.5), "draft_vocab_size=40.5: (input|must|extra|is)"),
     "a list of tokens": (top(draft_vocab_size=[40]), "draft_vocab_size=\\[40\\]: (input|must|extra|is)"),
