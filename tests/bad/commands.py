@@ -344,7 +344,7 @@ FURTHER = [  # --extra of train: (name=value, what must be answered)
     ("muon_learning_rate=0", "muon_learning_rate=0: must be greater than 0"),
     ("data_seed=-1", "data_seed=-1: must be at least 0"),
     ("dataloader_num_workers=-1", "dataloader_num_workers=-1: must be at least 0"),
-    ("bf16_full_eval=True", "bf16_full_eval='True': must be true or false"),
+    ("bf16_full_eval=True", "bf16_full_eval='True' has no effect here: bf16 decides"),
     ("use_cpu=1", "use_cpu=1: must be true or false"),
     ("use_cpu=null", "use_cpu=None: is missing"),
     ("gradient_checkpointing=1", "gradient_checkpointing=1: must be true or false"),
