@@ -877,7 +877,7 @@ def test_types_without_a_foreign_format(home, tmp_path):
     save(tmp_path / "ours", config, random_state(config, 0, [torch.float32]))
     with pytest.raises(
         ValueError,
-        match="type 'peagle', which no other project stores in a way of its own; there are dflash, dflash2, eagle",
+        match="'peagle', which no other project stores in a way of its own; there are dflash, dflash2, dspark, eagle",
     ):
         export_native(tmp_path / "ours", tmp_path / "no")
 
