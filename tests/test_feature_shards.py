@@ -285,36 +285,30 @@ def test_a_living_process_keeps_its_unfinished_shard(tmp_path):
     assert len(shards_of(tmp_path)) == 2 and 0 in FeatureShards(tmp_path, 2)
 
 
-def test_a_worker_that_joins_removes_nothing(tmp_path):
-    "Only the first worker knows that nobody writes: what is unfinished or damaged goes with it."
+def test_what_others_write_is_left_alone(tmp_path):
+    "A rank removes half files of its own rows; a file whose row is not in its name, only where nobody else is at work."
     rows = make_rows()
     config = origin({"fingerprint": "x"}, [1, 2], rows, "bfloat16")
-    with FeatureFolder(tmp_path, rows, config, shard_gb=1) as folder:
-        folder.write(0, torch.randn(len(rows[0]["input_ids"]), 2, 8))
-        assert not folder.stored
-    assert folder.stored == {0}
-    (shard,) = shards_of(tmp_path)
-    shard.write_bytes(shard.read_bytes()[:100])
-    child = subprocess.Popen(["true"])
-    child.wait()
-    left = [tmp_path / ".hs_3.safetensors", tmp_path / FOLDER / f".{feature_rows._HOST}-{child.pid}-a.safetensors"]
-    for path in left:
+    FeatureFolder(tmp_path, rows, config)
+    own, others, nameless = (tmp_path / name for name in (".hs_3.a.safetensors", ".hs_4.a.safetensors", ".tmpa1B2c3"))
+    for path in (own, others, nameless):
         path.touch()
-    joined = FeatureFolder(tmp_path, rows, config, alone=False, shard_gb=1)
-    assert 0 in joined.todo and all(path.exists() for path in [shard, *left])
-    assert 0 in FeatureFolder(tmp_path, rows, config).todo and not any(path.exists() for path in [shard, *left])
+    FeatureFolder(tmp_path, rows, config, indices=[3], alone=False)
+    assert [path.exists() for path in (own, others, nameless)] == [False, True, True]
+    FeatureFolder(tmp_path, rows, config)
+    assert not others.exists() and not nameless.exists()
 
 
 FORK = multiprocessing.get_context("fork")
 SHARED = dict(max_tokens=80, writers=1, shard_gb=3 * SMALL)  # some batches in a shard
 
 
-def share(out, pause, results):
-    "One of several processes that fill a folder; slow where it pauses."
+def share(out, pause, rank):
+    "One of two ranks that fill a folder; slow where it pauses."
     torch.set_num_threads(1)
     verifier = make_verifier()
     verifier.decoder.register_forward_pre_hook(lambda m, a, k: time.sleep(pause), with_kwargs=True)
-    results.put(extract_features(verifier, make_rows(60), out, **SHARED))
+    extract_features(verifier, make_rows(60), out, **SHARED, rank=rank, world_size=2)
 
 
 def begin(*args):
@@ -323,49 +317,30 @@ def begin(*args):
     return process
 
 
-@pytest.mark.parametrize("closed", [0, 2])
-def test_the_rows_of_a_killed_worker_are_taken_over(tmp_path, closed):
-    """Two processes share a folder; one is killed with rows in a shard that is open, after others were closed. The
-    other makes these rows: each row is in one shard, and its states are those of an undisturbed run."""
+@pytest.mark.parametrize("killed", [False, True])
+def test_ranks_share_a_folder_of_shards(tmp_path, killed):
+    """Each has shards of its own. One that is killed after it has closed some loses the rows of the open one, and the
+    next run makes these: each row is in one shard, and its states are those of an undisturbed run."""
     torch.set_num_threads(1)  # a forked process would wait for the threads of its parent
     extract_features(make_verifier(), make_rows(60), tmp_path / "alone", **SHARED)
-    out, results = tmp_path / "out", FORK.Queue()
-    slow = begin(out, 0.3, results)
-    while not any((out / FOLDER).glob(f".*-{slow.pid}-*")) or len(shards_of(out)) < closed:
-        assert slow.is_alive()
-        time.sleep(0.005)
-    other = begin(out, 0.05, results)
-    while len({*out.rglob("*.host")}) < 2:
-        assert other.is_alive()
-        time.sleep(0.005)
-    (claims,) = [{*path.parent.glob("*.claim")} for path in out.glob(".work/job.json")]
-    held = {path for path in claims if path.exists()}
-    slow.kill()
-    slow.join()
-    assert held  # a batch that is in no whole shard is not settled
-    assert results.get(timeout=100) == {"written": 60, "kept": 0}
-    other.join(60)
-    assert other.exitcode == 0
+    out = tmp_path / "out"
+    first = begin(out, 0.2 if killed else 0.0, 0)
+    if killed:
+        while not shards_of(out):
+            assert first.is_alive()
+            time.sleep(0.005)
+        first.kill()
+    second = begin(out, 0.0, 1)
+    first.join(60), second.join(60)
+    assert second.exitcode == 0 and first.exitcode == (-signal.SIGKILL if killed else 0)
+    before = sum(len(load_file(path)["rows"]) for path in shards_of(out))
+    assert before < 60 if killed else before == 60
+    assert extract_features(make_verifier(), make_rows(60), out, **SHARED) == {"written": 60 - before, "kept": before}
     found = [i for path in shards_of(out) for i in load_file(path)["rows"].tolist()]
     assert sorted(found) == list(range(60))
     a, b = (FeatureDataset(f) for f in (out, tmp_path / "alone"))
     assert all(torch.equal(a[i]["hidden_states"], b[i]["hidden_states"]) for i in range(60))
-    assert not list((out / FOLDER).glob(".*")) and not list(out.rglob(".work*"))
-
-
-def test_processes_share_a_folder_of_shards(tmp_path):
-    "Each reports the whole job; a shard of one worker holds no row of another's."
-    torch.set_num_threads(1)
-    extract_features(make_verifier(), make_rows(60), tmp_path / "alone", **SHARED)
-    out, results = tmp_path / "out", FORK.Queue()
-    workers = [begin(out, 0.02, results) for _ in range(2)]
-    assert [results.get(timeout=100) for _ in workers] == [{"written": 60, "kept": 0}] * 2
-    for worker in workers:
-        worker.join(60)
-    found = [i for path in shards_of(out) for i in load_file(path)["rows"].tolist()]
-    assert sorted(found) == list(range(60))
-    a, b = (FeatureDataset(f) for f in (out, tmp_path / "alone"))
-    assert all(torch.equal(a[i]["hidden_states"], b[i]["hidden_states"]) for i in range(60))
+    assert not list((out / FOLDER).glob(".*"))
 
 
 def test_files_become_shards_byte_for_byte(tmp_path, files, monkeypatch):

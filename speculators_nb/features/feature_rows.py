@@ -147,13 +147,12 @@ _WRITING = re.compile(r"\.tmp\w{6}")  # as safetensors' own writer names a file 
 def remove_half_files(
     folder: str | os.PathLike,  # of features
     rows: Collection[int],  # that nobody is writing
+    alone: bool,  # nor any other row
 ) -> None:
     "Delete files of rows that killed processes have left half written."
-    names = os.listdir(folder)
-    others = sum(name.startswith(".work") for name in names) > 1  # who may write other rows
-    for name in names:
+    for name in os.listdir(folder):
         row = re.fullmatch(r"\.hs_(\d+)\..*", name)
-        if int(row[1]) in rows if row else _WRITING.fullmatch(name) and not others:
+        if int(row[1]) in rows if row else alone and _WRITING.fullmatch(name):
             with contextlib.suppress(OSError):
                 Path(folder, name).unlink(missing_ok=True)
 
