@@ -313,7 +313,7 @@ def test_a_conversation_of_two_rows_is_kept_or_dropped_as_one(tmp_path):
         path.write_bytes(whole[:cut])
         assert {line["primary_id"] for line in read_regenerated(path)} == set("a" * (cut >= len(whole) // 2))
     with Journal(path, {}) as journal:
-        assert set(journal.done) == {"a"} and len(path.read_text().splitlines()) == 2
+        assert set(journal.done) == {"a"}
         journal.write(two_rows("b"))
     assert path.read_bytes() == whole
     ids = [(line["id"], line["part"]) for line in read_regenerated(path)]

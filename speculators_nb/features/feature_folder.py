@@ -193,7 +193,7 @@ class FeatureFolder:
         self.wanted = sorted(set(range(len(dataset)) if indices is None else indices))
         _set_up(self.path, dataset, config)
         remove_half_files(self.path, {*self.wanted}, alone)
-        remove_unfinished(self.path / FOLDER)
+        remove_unfinished(self.path / FOLDER, alone)
         self.shards = FeatureShards(self.path, len(dataset))
         for e in self.shards.damaged:
             log.warning("removed, its rows are made again: %s", e)

@@ -18,7 +18,7 @@ from ..data.images import FORMATS, open_picture, picture_file
 from ..jobs.ranks import shard
 from ..jobs.servers import addresses_of
 from ..jobs.shared_output import share_writer
-from .extraction import HiddenStatesClient, HiddenStatesPool, MemoryLimit, open_states
+from .extraction import open_states
 from .feature_folder import FeatureFolder, disk_error, origin, split_of, table_of
 from .feature_rows import FeatureError, FeatureRow, FeatureRows
 
@@ -53,45 +53,14 @@ def more_than_text(
     ]
 
 
-class RowWriter:
-    "Requests the states of one row, and writes them into a folder."
-
-    def __init__(
-        self,
-        client: HiddenStatesClient | HiddenStatesPool,  # of the servers
-        folder: FeatureFolder,  # gets the files
-        dataset: Dataset,  # the rows
-        max_bytes: int | None,  # states in flight; None: no bound
-    ):
-        self.client = client
-        self.folder = folder
-        self.limit = MemoryLimit(max_bytes)
-        self.table = dataset.with_format(None)
-        self.with_messages = "messages" in dataset.column_names
-        self.token_bytes = self.hidden_size = 0  # known after the first row
-
-    def __call__(
-        self,
-        i: int,  # row
-    ) -> None:
-        "Errors: FeatureError, EndpointError, DiskError."
-        folder = self.folder
-        with self.limit.reserve(folder.lengths[i] * self.token_bytes):
-            messages = more_than_text(self.table[i]) if self.with_messages else None
-            states = self.client.states(folder.tokens[i], messages)
-            self.token_bytes = states[0].numel() * states.element_size()
-            self.hidden_size = states.shape[-1]
-            folder.write(i, states)
-
-
-def _request_missing(folder, writer, concurrency, breaker) -> int:
+def _request_missing(folder, request, concurrency, breaker) -> int:
     """Request the missing rows, the longest first; how many failed, each of which is named. The first goes alone: a
     server with wrong options is refused before much is asked of it."""
     failed = 0
     longest_first = sorted(folder.todo, key=lambda i: -folder.lengths[i])
     with folder, folder.progress() as bar:
         for rows, n in ((longest_first[:1], 1), (longest_first[1:], concurrency)):
-            for i, result in concurrently(writer, rows, n):
+            for i, result in concurrently(request, rows, n):
                 if isinstance(result, Exception) and not isinstance(result, (FeatureError, EndpointError)):
                     raise result
                 if not breaker.see(result):
@@ -111,7 +80,6 @@ def extract_from_server(
     dtype: torch.dtype | str = torch.bfloat16,  # of the stored states
     rank: int = 0,  # of this process, which makes every `world_size`-th row
     world_size: int = 1,  # processes that share the rows
-    max_bytes: int | None = None,  # states in flight (folder, memory); None: only `concurrency`
     max_failures: int = 20,  # in a row, then the job stops
     model: str | None = None,  # served name; None: the only one
     timeout: float = 600.0,  # seconds that one answer may take
@@ -126,15 +94,24 @@ def extract_from_server(
     client = open_states(url, storage, layer_ids, model, timeout, tries, patience)
     config = origin(client.about(), client.layer_ids, dataset, dtype)
     share = [*shard(len(dataset), rank, world_size)]
+    table = dataset.with_format(None)
+    with_messages, hidden_size = "messages" in dataset.column_names, 0
+
+    def request(i):
+        nonlocal hidden_size
+        messages = more_than_text(table[i]) if with_messages else None
+        states = client.states(folder.tokens[i], messages)
+        hidden_size = states.shape[-1]
+        folder.write(i, states)
+
     with share_writer(output_dir, output_dir / ".writer", rank, world_size):
         folder = FeatureFolder(output_dir, dataset, config, share, world_size == 1, shard_gb)
-        writer = RowWriter(client, folder, dataset, max_bytes)
         try:
-            failed = _request_missing(folder, writer, concurrency, Breaker(max_failures))
+            failed = _request_missing(folder, request, concurrency, Breaker(max_failures))
             kept = len(share) - len(folder.todo)
             return {"written": len(folder.todo) - failed, "kept": kept, "failed": failed}
         except DiskError as e:
-            raise disk_error(folder, e, writer.hidden_size) from e
+            raise disk_error(folder, e, hidden_size) from e
 
 
 class ServerFeatures(FeatureRows):

@@ -164,7 +164,8 @@ def check_tokens(
 
 # %% ../../nbs/features/01_in_process.ipynb #1a7d6023
 def _write_missing(folder, batches, compute, writers):
-    "Compute the batches that have missing rows, and write these in threads; at most one batch waits in memory."
+    """Compute the batches that have missing rows, and write these in threads; at most one batch
+    waits in memory."""
     todo, pending = set(folder.todo), []
     with folder, ThreadPoolExecutor(writers) as pool, folder.progress() as bar:
         try:

@@ -268,60 +268,56 @@ class Journal:
         self.errors = self.path.with_suffix(f"{share}.errors.jsonl")
         self.report, self.done, self._seen = Report(), {}, {}
         self._failed: set[str] = set()
-        self._size = 0  # bytes of the file when this process was the last to append
+        self._size = 0  # bytes of the file up to which every line has these settings
         self._lock = FileLock(self.path.with_name(f".{self.path.name}.append.lock"))
         self._held = contextlib.ExitStack()
 
     def _disk(self):
         return disk_errors(self.path, "conversations that are complete are kept")
 
-    def _error_files(self):
-        "Of whatever ranks."
-        name = re.compile(re.escape(self.path.stem) + r"(\.\d+-of-\d+)?\.errors\.jsonl")
-        return [file for file in self.path.parent.iterdir() if name.fullmatch(file.name)]
-
     def __enter__(self):
         own = self.path.with_name(f".{self.path.name}")
         self._held.enter_context(share_writer(self.path, own, self.rank, self.world_size))
         try:
-            with self._disk(), self._lock:
-                end = 0
+            with self._disk():
                 for lines, _, end in complete_conversations(self.path) if self.path.exists() else ():
                     if changed := _changed(lines[0], self.settings):
                         raise _other_settings(self.path, changed)
                     self.done[lines[0]["primary_id"]] = lines[0]["metadata"].get("content")
-                if self.path.exists():
-                    os.truncate(self.path, end)
-                for file in [self.errors] if self.world_size > 1 else self._error_files():
+                    self._size = end
+                former = self._beside(self.path.stem, r"(\.\d+-of-\d+)?\.errors\.jsonl")
+                for file in [self.errors] if self.world_size > 1 else former:
                     file.unlink(missing_ok=True)
         except BaseException:
-            self._close()
+            self._held.close()
             raise
-        self._size, self._start = end, time.perf_counter()
+        self._start = time.perf_counter()
         return self
 
     def __exit__(self, kind, *_):
-        try:
-            if kind is None and self.path.exists():
-                with self._disk(), self._lock:
-                    with open(self.path, "rb") as file:
-                        os.fsync(file.fileno())
+        self._held.close()
+        if kind is None and self.path.exists():
+            with self._disk(), self._lock:
+                with open(self.path, "rb") as file:
+                    os.fsync(file.fileno())
+                if not self._beside(f".{self.path.name}", r"\.\d+-of-\d+\.lock"):  # nobody else is at work
                     self._put_in_order()
-        finally:
-            self._close()
+                if self.world_size == 1:
+                    Path(self._lock.lock_file).unlink(missing_ok=True)
         self.report["seconds"] = time.perf_counter() - self._start
         _warn(self.report, self.errors)
 
-    def _close(self):
-        if self.world_size == 1:  # nobody waits for it
-            Path(self._lock.lock_file).unlink(missing_ok=True)
-        self._held.close()
+    def _beside(self, name, ending):
+        "Files beside the output: the failures of ranks, or the locks of their shares."
+        pattern = re.compile(re.escape(name) + ending)
+        return [file for file in self.path.parent.iterdir() if pattern.fullmatch(file.name)]
 
     def _put_in_order(self):
-        "Where no rank has anything left to do."
+        "Where no rank has left anything undone."
         missing = self._seen.keys() - self.done.keys() - self._failed
         if missing and self.world_size > 1:
-            for line in (line for file in self._error_files() for line in file.read_bytes().splitlines(True)):
+            failures = self._beside(self.path.stem, r"\.\d+-of-\d+\.errors\.jsonl")
+            for line in (line for file in failures for line in file.read_bytes().splitlines(True)):
                 missing -= {json.loads(line)["id"]} if line.endswith(b"\n") else set()
             missing -= {line["primary_id"] for line in read_regenerated(self.path)}
         if not missing:
