@@ -134,7 +134,11 @@ proofs: .venv/.dev  ## sampled texts by chi-square, greedy texts token for token
 	$(OFFLINE) $(BIN)/python $(if $(AGAIN),.ci/proofs.py --seed $(SEED) --minutes $(MINUTES),tests/proofs/run.py) $(PART)
 
 .PHONY: nightly
-nightly: .venv/.dev slow-notebooks bad-input doctor laptop shared-jobs ray-test scale ranks distributed upstream-test vllm-all loggers-test cluster slurm-test skypilot-test mooncake-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, kills of shared jobs, Ray, memory at 300,000 conversations, training on ranks and through kills, sharded training on four ranks and through kills, upstream's checkpoints both ways, more of vLLM, loggers read back, the commands of the page "On a cluster", also under Slurm and as SkyPilot reads them, hidden states through a Mooncake store, the proofs (hours; they continue where they stopped)
+nightly: .venv/.dev slow-notebooks bad-input doctor laptop real shared-jobs ray-test scale ranks distributed upstream-test vllm-all loggers-test cluster slurm-test skypilot-test mooncake-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, a drafter for a language model, kills of shared jobs, Ray, memory at 300,000 conversations, training on ranks and through kills, sharded training on four ranks and through kills, upstream's checkpoints both ways, more of vLLM, loggers read back, the commands of the page "On a cluster", also under Slurm and as SkyPilot reads them, hidden states through a Mooncake store, the proofs (hours; they continue where they stopped)
+
+.PHONY: real-test
+real-test: .venv/.dev  ## the commands of `make real` on the language model itself (fetched, 93 MB), in their smallest form; three minutes
+	$(OFFLINE) $(BIN)/python tests/real/check_real.py
 
 .PHONY: loggers-test
 loggers-test: .venv/.dev  ## TensorBoard, W&B offline, MLflow and trackio: each writes a run and is read back (its own environment, 0.7 GB)

@@ -109,8 +109,10 @@ def test_the_demo_of_a_real_verifier_holds_out_and_goes_on_where_it_stopped(tmp_
     given |= dict(max_samples=60, n_heldout=2)
     with monkeypatch.context() as patched:
         patched.setattr("speculators_nb.cli.demo.check_vllm_contract", lambda folder: 1 / 0)
+        patched.setattr("speculators_nb.cli.demo.faster_dtype", lambda verifier: torch.bfloat16)
         with pytest.raises(ZeroDivisionError):  # after training
             real(tmp_path, **given)
+    assert json.loads((tmp_path / "drafter/run.json").read_text())["settings"]["bf16"]
     weights = (tmp_path / "drafter/model.safetensors").stat().st_mtime_ns
     decoded_by = []
 
@@ -119,7 +121,7 @@ def test_the_demo_of_a_real_verifier_holds_out_and_goes_on_where_it_stopped(tmp_
         return acceptance.evaluate(verifier, *rest, **options)
 
     monkeypatch.setattr("speculators_nb.cli.demo.evaluate", evaluate)
-    monkeypatch.setattr("speculators_nb.cli.demo.faster_dtype", lambda verifier: torch.bfloat16)
+    monkeypatch.setattr("speculators_nb.cli.demo.faster_dtype", lambda verifier: None)  # a CPU too busy to say so
     measured = real(tmp_path, **given)
     assert decoded_by == [torch.float32]  # one greedy text, whatever drafts it
     assert (tmp_path / "drafter/model.safetensors").stat().st_mtime_ns == weights

@@ -44,6 +44,7 @@ from ..nn.target_head import text_config
 from ..regenerate.in_process import eos_ids_of, regenerate
 from ..report.page import write_page
 from ..serve.vllm_contract import check_vllm_contract
+from ..train.run_record import read_record
 from ..train.train_drafter import train_drafter
 from ..train.trainer import SpeculatorTrainer, log_table
 from ..verifier.folders import is_trained
@@ -132,8 +133,11 @@ class DemoRun(NamedTuple):
 
 
 def _train(run) -> SpeculatorTrainer:
-    "A drafter, trained on the features or continued; each evaluation decodes some held-out prompts."
+    """A drafter, trained on the features or continued, in bfloat16 where the CPU is faster in it; each evaluation
+    decodes some held-out prompts."""
     given = run.given
+    begun = read_record(run.folder / "drafter").get("settings", {})
+    bf16 = begun["bf16"] if "bf16" in begun else faster_dtype(run.model) is not None
     few = encode_prompts(run.questions[:PROMPTS], run.tokenizer)
     ends = eos_ids_of(run.model, run.tokenizer)
     return train_drafter(
@@ -142,6 +146,7 @@ def _train(run) -> SpeculatorTrainer:
         run.verifier,
         given["algorithm"],
         seed=given["seed"],
+        bf16=bf16,
         measure=decoded_acceptance(run.model, few, given["k"], run.decoded, ends),
         resume_from_checkpoint=is_trained(run.folder / "drafter"),
         **run.training,

@@ -67,6 +67,12 @@ def _agreeing(draft, text):
     return min(len(draft), len(text))
 
 
+def _draft(drafter, answer, tokens, n, read, requested) -> list[int]:
+    "What the drafter proposes after n tokens; `read` states were given to it before."
+    states = answer.states[read : n - 1] if drafter.aux_layer_ids else None
+    return drafter.propose(tokens[:n], states, requested, Sampling()).cut(requested).tokens.tolist()
+
+
 @torch.inference_mode()
 def replay(
     drafter: Drafter,  # reads the layers of the answer's states, all of them
@@ -82,12 +88,27 @@ def replay(
         left = answer.limit - (n - len(answer.prompt))
         requested, draft = min(k, left - 1), []
         if requested:
-            states = answer.states[read : n - 1] if drafter.aux_layer_ids else None
-            tree = drafter.propose(tokens[:n], states, requested, Sampling())
-            read, draft = n - 1, tree.cut(requested).tokens.tolist()
+            draft = _draft(drafter, answer, tokens, n, read, requested)
+            read = n - 1
         accepted = _agreeing(draft, known[n:])
         new = known[n : min(n + accepted + 1, end)]
         steps.append(Step(requested, draft, accepted, new))
         n += len(new)
     full = len(answer.tokens) == answer.limit
     return Generation(answer.prompt, answer.tokens, steps, "length" if full else "stop")
+
+
+@torch.inference_mode()
+def accepted_along(
+    drafter: Drafter,  # reads the layers of the answer's states, all of them
+    answer: Answer,  # from `greedy_answers`
+    k: int,  # tokens drafted at each position, at most `beyond`
+) -> list[int]:  # of each token of the answer but the first
+    "How many tokens of a draft would be accepted if a step began with this token."
+    drafter.reset()
+    known = [*answer.prompt, *answer.tokens, *answer.following]
+    tokens, first, accepted = torch.tensor(known), len(answer.prompt) + 1, []
+    for n in range(first, first + len(answer.tokens) - 1):
+        read = 0 if n == first else n - 2
+        accepted.append(_agreeing(_draft(drafter, answer, tokens, n, read, k), known[n:]))
+    return accepted
