@@ -64,6 +64,26 @@ def test_the_same_samples_as_from_files(tmp_path, dtype):
     assert not list((tmp_path / "shards").glob("hs_*"))
 
 
+def test_a_shard_of_the_former_container_is_read(tmp_path):
+    "Its header has 4,096 bytes, and the states come first."
+    states, ids, starts = torch.randn(5, 2, 8).bfloat16(), torch.arange(5), [0, 2, 5]
+    rows = [dict(hidden_states=states[a:b], token_ids=ids[a:b]) for a, b in ((0, 2), (2, 5))]
+    sums = [int(feature_rows.checksum_of(row), 16) for row in rows]
+    index = {n: torch.tensor(x) for n, x in (("rows", [3, 0]), ("starts", starts), ("checksums", sums))}
+    metadata = {"kind": feature_rows.KIND, "index": feature_rows.index_checksum(index)}
+    header, content = {"__metadata__": metadata}, b""
+    for name, t in {"hidden_states": states, **index, "token_ids": ids}.items():
+        data = t.view(torch.uint8).numpy().tobytes()
+        code = "I64" if t.dtype == torch.long else "BF16"
+        ends = [len(content), len(content) + len(data)]
+        header[name], content = dict(dtype=code, shape=[*t.shape], data_offsets=ends), content + data
+    (tmp_path / FOLDER).mkdir()
+    text = json.dumps(header).encode().ljust(4088)
+    (tmp_path / FOLDER / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content)
+    shards = FeatureShards(tmp_path, 4)
+    assert torch.equal(shards.read(3, range(2)), states[:2]) and torch.equal(shards.read(0, range(2, 5)), states[2:])
+
+
 def test_files_and_shards_in_one_folder(tmp_path, files):
     "A folder that was begun with files goes on with shards, by two processes, and the other way round."
     verifier, rows = make_verifier(), make_rows()
