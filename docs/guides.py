@@ -111,10 +111,12 @@ def real():
 def alike():
     (row,) = results("real", "rank_correlation")
     tau, low, high = (float(row[name]) for name in ("tau", "low", "high"))
+    pairs = int(row["drafters"]) * (int(row["drafters"]) - 1) // 2
     seeds = "one seed, so that the interval is over questions alone" if row["seeds"] == "1" else f"{row['seeds']} seeds"
     return (
         f"Equal training FLOPs, those that EAGLE-3 needs for {row['rows']} packed rows of 1,024 positions; {seeds}. "
-        f"Kendall's tau of the two orders of {row['drafters']} drafters is {tau:.2f} [{low:.2f}, {high:.2f}] "
+        f"Of {pairs} pairs of drafters {round(pairs * (1 - tau) / 2)} change places: Kendall's tau of the two orders "
+        f"is {tau:.2f} [{low:.2f}, {high:.2f}] "
         "(*measured here*, [results](../benchmarks/real/results/README.md))."
     )
 
@@ -131,22 +133,27 @@ def real_demo():
     def minutes_of(what):
         return round(float(rows[f"seconds {what}"]["value"]) / 60)
 
+    def speed(dtype):
+        return (
+            f"{float(rows[f'tokens a second in {dtype}']['value']):.0f} in {dtype}, against "
+            f"{float(rows[f'tokens a second in {dtype} without a drafter']['value']):.0f} without a drafter, "
+            f"**{interval(f'speed-up in {dtype}')} times**"
+        )
+
     after = [what for what in rows if what.startswith("tokens a step after")]
     curve = ", ".join(f"{float(rows[what]['value']):.2f}{what.removeprefix('tokens a step')}" for what in after)
-    asked, compared = number("held-out questions"), number("texts compared in float32")
+    asked = number("held-out questions")
     return (
-        f"`make real`, once, on two idle cores: {minutes_of('from nothing')} minutes from nothing, of which features "
-        f"took {minutes_of('of features')}, training with five evaluations {minutes_of('of training')}, and decoding "
-        f"{asked} questions {minutes_of('of decoding')}. (It evaluates three times now, and decodes fewer questions.) "
-        "The drafter is EAGLE-3, and drafts four tokens for SmolLM2, on whose own answers it was trained.\n\n"
+        f"`make real`, once, on two cores: {minutes_of('from nothing')} minutes from nothing, of which features "
+        f"took {minutes_of('of features')}, training with {len(after)} evaluations {minutes_of('of training')}, and "
+        f"decoding {asked} questions {minutes_of('of decoding')}. The drafter is EAGLE-3, and drafts four tokens for "
+        "SmolLM2, on whose own answers it was trained.\n\n"
         f"- Tokens a step on {asked} questions that were held out, greedily: **{interval('tokens a step')}**, n-gram "
-        f"{interval('tokens a step of n-gram')}. In float32 {number('texts equal in float32')} of {compared} texts "
-        "that were compared are the verifier's own, token for token.\n"
-        f"- Tokens a second in bfloat16, which is faster on that machine: {number('tokens a second in bfloat16')}, "
-        f"against {number('tokens a second in bfloat16 without a drafter')} without a drafter, "
-        f"**{interval('speed-up in bfloat16')} times**. There a forward pass over several tokens rounds otherwise "
-        f"than passes over one, and {number('texts equal in bfloat16')} of the {asked} texts is equal; so `make real` "
-        "decodes in float32.\n"
+        f"{interval('tokens a step of n-gram')}.\n"
+        f"- Tokens a second: {speed('float32')}; {speed('bfloat16')}.\n"
+        f"- In float32 {number('texts equal in float32')} of the {asked} texts are the verifier's own, token for "
+        f"token; in bfloat16 {number('texts equal in bfloat16')}: there a forward pass over several tokens rounds "
+        "otherwise than passes over one. So `make real` decodes in float32.\n"
         f"- While it trained, on eight questions, tokens a step: {curve}."
     )
 

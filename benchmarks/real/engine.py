@@ -3,7 +3,6 @@ what our decoder does.
 
     make real vllm                          once: the drafter, and vLLM for processors
     python benchmarks/real/engine.py        then this: twelve servers, a quarter of an hour on two idle cores
-    python benchmarks/real/engine.py --only page
 
 Greedy, one request at a time, the held-out questions of `make real`. Each K is a server of its own, and 0 is the server
 without a drafter. In float32 every request is compared with our decoder: its tokens, and what each position accepted;
@@ -20,6 +19,7 @@ from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
+import numpy as np
 import pandas as pd
 import torch
 from transformers import AutoTokenizer
@@ -97,6 +97,16 @@ def with_interval(found):
     return f"{found.value[0]:.2f} [{found.low[0]:.2f}, {found.high[0]:.2f}]"
 
 
+def times_as_fast(sums):  # [..., 4]: tokens and seconds with a drafter, tokens and seconds without -> [..., 1]
+    tokens, seconds, plain_tokens, plain_seconds = np.moveaxis(sums, -1, 0)
+    return (tokens / seconds / (plain_tokens / plain_seconds))[..., None]
+
+
+def tokens_a_step(sums):  # [..., 2]: drafts, accepted -> [..., 1]
+    drafts, accepted = np.moveaxis(sums, -1, 0)
+    return (1 + accepted / drafts)[..., None]
+
+
 def agree(equal):
     return f"{int(equal.sum())} of {len(equal)}" if equal.notna().all() else ""
 
@@ -110,12 +120,8 @@ def summary(requests):
         row = {"tokens a second": f"{drafted.tokens.sum() / drafted.seconds.sum():.1f}"}
         if k:
             both = drafted[["tokens", "seconds"]].join(plain[["tokens", "seconds"]], rsuffix="_plain")
-            faster = bootstrap(
-                both.to_numpy(float), lambda sums: sums[..., :1] / sums[..., 1:2] * sums[..., 3:] / sums[..., 2:3]
-            )
-            steps = bootstrap(
-                drafted[["drafts", "accepted"]].to_numpy(float), lambda sums: 1 + sums[..., 1:] / sums[..., :1]
-            )
+            faster = bootstrap(both.to_numpy(float), times_as_fast)
+            steps = bootstrap(drafted[["drafts", "accepted"]].to_numpy(float), tokens_a_step)
             row["times no drafter"] = with_interval(faster)
             row["tokens a step"] = with_interval(steps)
             row["text as without a drafter"] = agree(drafted.plain_text)
@@ -145,18 +151,15 @@ if __name__ == "__main__":
     parser.add_argument("--ks", nargs="+", type=int, default=[1, 2, 3, 4, 5], metavar="K", help="tokens to draft")
     parser.add_argument("--prompts", type=int, default=16, help="held-out questions")
     parser.add_argument("--max-new-tokens", type=int, default=96)
-    parser.add_argument("--only", choices=["page"])
     args = parser.parse_args()
     os.chdir(ROOT)
-    stored = RESULTS / "engine.csv.gz"
-    if args.only is None:
-        if not (REAL / "drafter" / "model.safetensors").is_file():
-            sys.exit(f"{REAL / 'drafter'}: no drafter; run `make real` first")
-        size = dict(prompts=args.prompts, ks=args.ks, limit=args.max_new_tokens)
-        engine = pd.concat(
-            [measured(**size, dtype=dtype).assign(dtype=dtype) for dtype in ("float32", "bfloat16")], ignore_index=True
-        )
-        compared(engine, decoded(**size).assign(dtype="float32")).to_csv(stored, index=False)
-    text = page(pd.read_csv(stored), args.max_new_tokens)
+    if not (REAL / "drafter" / "model.safetensors").is_file():
+        sys.exit(f"{REAL / 'drafter'}: no drafter; run `make real` first")
+    size = dict(prompts=args.prompts, ks=args.ks, limit=args.max_new_tokens)
+    dtypes = "float32", "bfloat16"
+    engine = pd.concat([measured(**size, dtype=dtype).assign(dtype=dtype) for dtype in dtypes], ignore_index=True)
+    requests = compared(engine, decoded(**size).assign(dtype="float32"))
+    requests.to_csv(RESULTS / "engine.csv.gz", index=False)
+    text = page(requests, args.max_new_tokens)
     (RESULTS / "ENGINE.md").write_text(text, encoding="utf-8")
     print(text)

@@ -4,8 +4,9 @@
     python benchmarks/real/findings.py              then this; half an hour of one core a seed, continues
     python benchmarks/real/findings.py --only drafter    what is measured along the drafter of `make real`
 
-Method: every setting differs in one thing from EAGLE-3 as `make real` trains it, takes the same number of packed rows
-of 1,024 positions, and drafts four tokens a step, greedily, on the same held-out questions. The drafter of `make real`
+Method: every setting differs in one thing (norms: both of them) from the settings of `make real`, in float32, takes
+the same number of packed rows of 1,024 positions, and drafts four tokens a step, greedily, on the same held-out
+questions. The drafter of `make real`
 itself is measured by length of the answer and of the context, and by what it attends to. The tutorials read results/.
 """
 

@@ -73,7 +73,7 @@ if __name__ == "__main__":
         sys.exit(f"{REAL}: is not finished; run `make real` first")
     torch.set_num_threads(os.cpu_count())
     rows = list(kept())
-    questions = int(dict(row[:2] for row in rows)["held-out questions"])
+    questions = next(int(row[1]) for row in rows if row[0] == "held-out questions")
     for dtype in (torch.float32, torch.bfloat16):
         rows += decoded(questions, dtype)
     table = pd.DataFrame(rows, columns=["what", "value", "low", "high"]).round(3)

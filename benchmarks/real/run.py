@@ -1,7 +1,7 @@
 """Does the tiny verifier rank drafters as a language model does? All drafters, equal training FLOPs, both verifiers.
 
     make real                                     once: fetches SmolLM2-135M-Instruct, makes features, trains a drafter
-    python benchmarks/real/run.py                 then this; some two hours on two cores, continues where it stopped
+    python benchmarks/real/run.py                 then this; two hours on two idle cores, continues where it stopped
     python benchmarks/real/run.py --only page     the page again, from the stored counts
 
 Method: a budget is what EAGLE-3 needs for so many packed rows of 1,024 positions, counted in FLOPs of training
@@ -106,8 +106,8 @@ Every drafter has the training FLOPs that EAGLE-3 needs for {rows} packed rows o
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rows", type=int, default=120, help="packed rows that EAGLE-3 trains on; the others' budget")
-    parser.add_argument("--prompts", type=int, default=60, help="held-out questions")
+    parser.add_argument("--rows", type=int, default=80, help="packed rows that EAGLE-3 trains on; the others' budget")
+    parser.add_argument("--prompts", type=int, default=48, help="held-out questions")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2, help="processes")
     parser.add_argument("--only", choices=("toy", "real", "page"))
@@ -123,16 +123,17 @@ if __name__ == "__main__":
         found = experiment(folder, contenders, **options, **own)
         for run, error in found.failed.items():
             print(f"{run}: {error}")
-        found.counts.to_csv(results / f"{name}.csv.gz", index=False)
+        found.counts.assign(rows=args.rows).to_csv(results / f"{name}.csv.gz", index=False)
     files = {name: results / f"{name}.csv.gz" for name in ("toy", "real")}
     if all(file.is_file() for file in files.values()):
         counts = {name: pd.read_csv(file) for name, file in files.items()}
         comparison(counts).to_csv(results / "comparison.csv", index=False)
         alike = rank_correlation(counts["toy"], counts["real"], K)
-        row = dict(drafters=len(alike.names), tau=alike.tau, low=alike.low, high=alike.high, rows=args.rows)
+        (rows,) = counts["real"].rows.unique()  # a folder may hold runs of another budget
+        row = dict(drafters=len(alike.names), tau=alike.tau, low=alike.low, high=alike.high, rows=rows)
         pd.DataFrame([row | dict(seeds=counts["real"].seed.nunique())]).round(4).to_csv(
             results / "rank_correlation.csv", index=False
         )
-        text = page(args.rows, counts, alike)
+        text = page(rows, counts, alike)
         (results / "README.md").write_text(text, encoding="utf-8")
         print(text)

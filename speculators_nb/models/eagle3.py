@@ -387,7 +387,7 @@ class Eagle3DraftModel(TrainingTimeTest):
                 hidden = steps.keep(t + 1, normed if self.config.norm_output else hidden)
                 if own_tokens is not None:
                     embeds = self.embed_tokens(own_tokens(steps.keep(t + 1, normed)))
-                else:  # rows beyond the text read other tokens, all different
+                else:  # rows beyond the text carry no loss; `take_rows` wants different rows
                     embeds = take_embeds(text, (steps.rows[t + 1] + t + 1) % len(ids))
         else:
             at = [rows.nonzero()[:, 0].to(device) for rows in counted]
@@ -403,7 +403,7 @@ class Eagle3DraftModel(TrainingTimeTest):
         weight: RowWeight = (step_weight / counts)[predictions.step] * in_loss
         own = per_position_loss_weight
         if by_scores := own and loss_weight(own):
-            count = counts[predictions.step] / in_loss  # infinite beside the loss
+            count = counts[predictions.step].where(in_loss, torch.inf)
             weight = by_scores.of_rows(position, predictions.step, len(ids), ttt_steps, count)
         out = head_loss(
             hidden=torch.cat(scored),
