@@ -56,6 +56,20 @@ def share_writer(
                 file.parent.rmdir()
 
 
+def is_held(
+    file: Path,  # the lock of a share
+) -> bool:
+    "Whether a process makes the share. A lock that a killed one has left is removed."
+    lock = FileLock(file)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        return True
+    file.unlink(missing_ok=True)
+    lock.release()
+    return False
+
+
 def append_lines(
     path: str | os.PathLike,  # made where it is missing
     lines: bytes,  # whole ones

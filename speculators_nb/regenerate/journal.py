@@ -21,7 +21,7 @@ from ..data.chat_template import ControlTokens
 from ..data.messages import BadRow, brief
 from ..data.row_filter import REASONS, reason_of
 from ..data.sources import located, read_lines
-from ..jobs.shared_output import append_lines, share_writer, whole_end
+from ..jobs.shared_output import append_lines, is_held, share_writer, whole_end
 from .language import language_of_row, wanted_languages
 from .replay import Replay
 
@@ -300,8 +300,8 @@ class Journal:
             with self._disk(), self._lock:
                 with open(self.path, "rb") as file:
                     os.fsync(file.fileno())
-                if not self._beside(f".{self.path.name}", r"\.\d+-of-\d+\.lock"):  # nobody else is at work
-                    self._put_in_order()
+                if not any(map(is_held, self._beside(f".{self.path.name}", r"\.\d+-of-\d+\.lock"))):
+                    self._put_in_order()  # nobody else is at work
                 if self.world_size == 1:
                     Path(self._lock.lock_file).unlink(missing_ok=True)
         self.report["seconds"] = time.perf_counter() - self._start
