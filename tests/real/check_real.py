@@ -18,7 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = Path(sys.executable).with_name("speculators-nb")
 QUESTION = "What is the capital of France?"
-FEW = ["--max-samples", "48", "--n-heldout", "2", "--epochs", "1"]
+FEW = ["--max-samples", "32", "--n-heldout", "1", "--epochs", "1"]
 
 
 def run(*words):
