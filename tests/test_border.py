@@ -17,9 +17,8 @@ from bad.harness import GOOD, typed
 from speculators_nb.cli import main as cli
 from speculators_nb.cli.command import _next_line
 from speculators_nb.cli.inputs import read_experiment_file
-from speculators_nb.cli.plan import Planned, RunRecord, Stage, plan_of
 from speculators_nb.cli.recipe import read_recipe, with_home
-from speculators_nb.cli.run import arguments_for
+from speculators_nb.cli.run import Planned, RunRecord, Stage, arguments_for, plan_of
 from speculators_nb.core.concurrency import pause
 from speculators_nb.core.options import printable
 from speculators_nb.core.provenance import without_secrets
@@ -133,7 +132,7 @@ def test_a_run_removes_nothing_that_it_did_not_make(tmp_path, recorded):
     assert not record.is_fresh(stage)
     again = Planned(stage, "will run again", "data has changed")
     with pytest.raises(FileExistsError, match="holds what this run did not make"):
-        arguments_for(again, function, record.has_begun(stage), fresh=record.is_fresh(stage))
+        arguments_for(again, function, "arguments" in record.entry(stage), fresh=record.is_fresh(stage))
     assert (out / "cat.jpg").exists()
     (planned,) = plan_of([stage], record, cli.app.functions)
     assert planned.state == ("will run again" if recorded == "outdated" else "will continue")

@@ -1,5 +1,6 @@
 """Secrets and records, errors of disks and hubs, pauses, workers that end with their parent, progress in a log."""
 
+import contextlib
 import errno
 import hashlib
 import io
@@ -16,6 +17,7 @@ from huggingface_hub import errors as hub_errors
 from safetensors import SafetensorError
 from tqdm.std import tqdm
 
+from speculators_nb.core import concurrency
 from speculators_nb.core import provenance as records
 from speculators_nb.core.checkpoints import (
     HubAccess,
@@ -219,19 +221,22 @@ def test_workers_end_with_a_parent_that_is_killed(method):
     assert (ended.stdout, ended.returncode) == ("two workers\n", -9)
 
 
-def test_progress_is_whole_lines_where_there_is_no_terminal():
-    log = io.StringIO()
-    with plain_progress(), tqdm(total=1000, desc="prepare", file=log, mininterval=0) as bar:
-        for _ in range(4):
-            bar.start_t -= 1  # as if a second had passed
-            bar.plain_line = bar.start_t, getattr(bar, "plain_line", (0, 0))[1]
-            bar.update(250)
+def test_progress_is_whole_lines_where_there_is_no_terminal(monkeypatch):
+    log, terminal, now = io.StringIO(), io.StringIO(), [0.0]
+    monkeypatch.setattr(concurrency.time, "monotonic", lambda: now[0])
+    with contextlib.redirect_stderr(log), plain_progress():
+        with tqdm(total=1000, desc="prepare", mininterval=0) as bar:
+            for _ in range(40):
+                now[0] += 3.1
+                bar.update(25)
+        print("a warning", file=sys.stderr)
+        list(tqdm(range(1000), desc="short"))
+        print("\nanother", file=sys.stderr)
     lines = log.getvalue().splitlines()
-    assert [line.split("%")[0] for line in lines] == [f"prepare: {n}" for n in ("25", "50", "75", "100")]
-    assert "\r" not in log.getvalue() and max(map(len, lines)) <= WIDTH and "1000/1000" in lines[-1]
-    short, terminal = io.StringIO(), io.StringIO()
+    wanted = ["prepare: 25", "prepare: 50", "prepare: 75", "prepare: 100", "a warning", "", "another"]
+    assert [line.split("%")[0] for line in lines] == wanted
+    assert "\r" not in log.getvalue() and max(map(len, lines)) <= WIDTH and "1000/1000" in lines[3]
     terminal.isatty = lambda: True
-    for file in (short, terminal):
-        with plain_progress(), tqdm(range(1000), desc="short", file=file) as bar:
-            list(bar)
-    assert short.getvalue() == "" and terminal.getvalue().startswith("\r")
+    with contextlib.redirect_stderr(terminal), plain_progress():
+        list(tqdm(range(1000), desc="short"))
+    assert terminal.getvalue().startswith("\r")

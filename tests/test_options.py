@@ -19,7 +19,7 @@ from speculators_nb.cli import main as cli
 from speculators_nb.cli.recipe import read_recipe, resolve
 from speculators_nb.core import options
 from speculators_nb.core.config import import_models
-from speculators_nb.core.options import IN, RELATIONS, RULES, algorithms, check_options, pairs, rule_of
+from speculators_nb.core.options import IN, RULES, algorithms, check_options, pairs, rule_of
 from speculators_nb.decode.acceptance_rules import RULES as ACCEPTANCE
 from speculators_nb.evaluate.engine import GENERATORS
 from speculators_nb.features.feature_rows import stored_dtype
@@ -31,6 +31,7 @@ from speculators_nb.nn.losses import LOSSES
 from speculators_nb.serve.vllm_methods import METHODS
 from speculators_nb.train.optimizers import OPTIMIZERS
 from speculators_nb.train.trainer import SpeculatorTrainingArguments
+from speculators_nb.train.training_arguments import NOT_SUPPORTED, WITHOUT_EFFECT
 
 ROOT = Path(__file__).parents[1]
 COMMANDS = cli.app.functions
@@ -130,7 +131,9 @@ LEFT = {
     "deepspeed",
     "debug",
     "local_rank",
-}
+    *(name for names in WITHOUT_EFFECT.values() for name in names),
+    *NOT_SUPPORTED,
+} - {"remove_unused_columns"}
 
 
 def test_training_arguments_have_rules():
@@ -160,14 +163,6 @@ def test_arguments_of_drafters_have_rules(name):
             assert p.default is p.empty or RULES[p.name].problem(p.default) is None
     for argument, default in klass.training_arguments().items():
         assert default is None or RULES[argument].problem(default) is None
-
-
-def test_relations_name_options():
-    "Each is about options that the command has; so that it can apply."
-    for where, names, _ in RELATIONS:
-        takers = [where] if where else list(COMMANDS)
-        having = [c for c in takers if set(names) <= set(inspect.signature(COMMANDS[c]).parameters)]
-        assert having or (set(names) <= RULES.keys() and where is None)
 
 
 def test_shipped_recipes_pass():

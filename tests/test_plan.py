@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3C
 from typer.testing import CliRunner
 
 from speculators_nb.cli.main import app
-from speculators_nb.cli.plan import stages_of
+from speculators_nb.cli.run import stages_of
 from speculators_nb.core.options import duration
 from speculators_nb.data.chat_encoding import save_prepared
 from speculators_nb.evaluate.cost import count_flops

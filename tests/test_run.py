@@ -16,8 +16,7 @@ import pytest
 import torch
 
 from speculators_nb.cli import main as cli
-from speculators_nb.cli.plan import RunRecord, plan_of, stages_of
-from speculators_nb.cli.run import StageFailed
+from speculators_nb.cli.run import RunRecord, StageFailed, plan_of, stages_of
 from speculators_nb.lab.experiment import shipped_drafter
 from speculators_nb.serve.server import Server, free_port
 

@@ -15,7 +15,7 @@ import torch
 from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
 from speculators_nb.cli.main import app
-from speculators_nb.cli.plan import stages_of
+from speculators_nb.cli.run import stages_of
 from speculators_nb.core.config import import_models
 from speculators_nb.lab.experiment import settings
 from speculators_nb.lab.shipped import shipped_data

@@ -11,10 +11,8 @@ import json
 import logging
 import os
 import shlex
-import signal
 import sys
 import textwrap
-import threading
 import tokenize
 from collections.abc import Callable
 from importlib import import_module
@@ -33,6 +31,7 @@ from ..core.provenance import hide_secrets, without_secrets
 from ..verifier.folders import refuse_model
 from .inputs import check_inputs
 from .own_drafters import import_drafters, loads_drafters
+from .recipe import read_recipe, resolve, sections_of, with_home, write_recipe
 
 SHELL = {
     "str": str,
@@ -49,13 +48,7 @@ SHELL = {
 
 def shell_type(annotation: ast.expr | None) -> type | None:
     "The first alternative of a union that can be typed on a command line; None: none can."
-    alternatives, rest = [], [annotation or ast.Name("str")]
-    while rest:
-        part = rest.pop()
-        if isinstance(part, ast.BinOp):
-            rest += [part.right, part.left]
-        else:
-            alternatives.append(ast.unparse(part))
+    alternatives = ast.unparse(annotation).split(" | ") if annotation else ["str"]
     kinds = [str if a.startswith("Literal[") else SHELL.get(a) for a in alternatives]
     kind = float if float in kinds else next(filter(None, kinds), None)
     return kind | None if kind and "None" in alternatives else kind
@@ -252,43 +245,13 @@ STATUSES = {  # exit status -> what has happened
     2: "A mistake in the line, in a recipe or in the data, or a machine that cannot: one line names it and the remedy.",
     130: "Ctrl-C; what was finished is kept.",
 }
-INTERRUPTED = []  # Ctrl-C was pressed; an interrupted import raises an unrelated ImportError
 
 
-@contextlib.contextmanager
-def _listening():
-    "Note Ctrl-C, where nobody else has taken it over."
-    INTERRUPTED.clear()
-    alone = (
-        threading.current_thread() is threading.main_thread()
-        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    )
-
-    def stop(number, frame):
-        INTERRUPTED.append(number)
-        raise KeyboardInterrupt
-
-    if alone:
-        signal.signal(signal.SIGINT, stop)
-    try:
-        yield
-    finally:
-        if alone:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _open_closed_streams():
-    """Standard output and error that were closed (`>&-`) lead nowhere, and their numbers are
-    not given to the next file that is opened."""
-    for number, name in ((1, "stdout"), (2, "stderr")):
-        if getattr(sys, name) is not None:
-            continue
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        try:
-            os.fstat(number)
-        except OSError:
-            os.dup2(nowhere, number)
-        setattr(sys, name, os.fdopen(nowhere, "w", encoding="utf-8"))
+def _interrupted(e: BaseException | None) -> bool:
+    "Whether Ctrl-C is behind an error: an interrupted import raises an unrelated ImportError."
+    while e is not None and not isinstance(e, KeyboardInterrupt):
+        e = e.__cause__ or e.__context__
+    return e is not None
 
 
 def _drop_output():
@@ -297,9 +260,10 @@ def _drop_output():
 
 
 def _flush() -> int:
-    "Write what standard output still holds; a disk that refuses it is named in one line."
+    "Write what standard output still holds, unless it is closed; a disk that refuses it is named in one line."
     try:
-        sys.stdout.flush()
+        if sys.stdout is not None:
+            sys.stdout.flush()
         return 0
     except BrokenPipeError:
         raise
@@ -313,11 +277,8 @@ class Program(TyperGroup):
     "Commands whose failures are one line; Ctrl-C prints nothing, and its exit code is 130."
 
     def main(self, *args, standalone_mode=True, **kwargs):
-        _open_closed_streams()
         try:
-            with _listening():
-                code = super().main(*args, standalone_mode=False, **kwargs)
-            code = code or _flush()
+            code = super().main(*args, standalone_mode=False, **kwargs) or _flush()
         except BrokenPipeError:  # the reader of the output (`head`, for example) has ended
             _drop_output()
             code = 1
@@ -342,7 +303,7 @@ def one_line(function: Callable):
     except (typer.Exit, BrokenPipeError):
         raise
     except Exception as e:
-        if INTERRUPTED:
+        if _interrupted(e):
             raise typer.Exit(130) from None
         if os.environ.get("SPECULATORS_NB_TRACEBACK"):
             raise
@@ -416,6 +377,7 @@ def _place(text):
     return Path(text)
 
 
+NAMED = ("verifier",)  # options in every command, also without a default
 READERS = {int: ("INTEGER", int), float: ("FLOAT", float), dict: ("JSON", _object), Path: ("PATH", _place)}
 
 
@@ -445,7 +407,7 @@ def _keyword(name, kind, info, default=None) -> inspect.Parameter:
     return inspect.Parameter(name, place, default=default, annotation=Annotated[kind, info])
 
 
-def _as_typer(parameter, comment, command, named) -> list[inspect.Parameter]:
+def _as_typer(parameter, comment, command) -> list[inspect.Parameter]:
     """A parameter of the function for Typer. One without a default is an argument, and an
     option as well; it may also come from a recipe, so that Typer requires neither."""
     name, kind = parameter.name, parameter.annotation
@@ -456,7 +418,7 @@ def _as_typer(parameter, comment, command, named) -> list[inspect.Parameter]:
         return [_keyword(name, kind, option, parameter.default)]
     metavar = f"[{name.upper()}]" if _may_be_none(parameter) else name.upper()
     flag, place = f"--{name.replace('_', '-')}", dict(reader, metavar=metavar)
-    if name in named:
+    if name in NAMED:
         option = typer.Option(flag, help=comment, show_default=False, **place)
         return [_keyword(name, kind | None, option)]
     argument = typer.Argument(help=comment, show_default=False, **place)
@@ -507,7 +469,7 @@ def _may_be_none(parameter) -> bool:
     return type(None) in get_args(parameter.annotation)
 
 
-def _shell_parameters(function, command, named) -> list[inspect.Parameter]:
+def _shell_parameters(function, command) -> list[inspect.Parameter]:
     "The function's parameters for Typer, and those that every command has."
     if not hasattr(function, "comments"):
         source = textwrap.dedent(inspect.getsource(function))
@@ -517,7 +479,7 @@ def _shell_parameters(function, command, named) -> list[inspect.Parameter]:
     parameters = []
     for parameter in inspect.signature(function).parameters.values():
         if parameter.name != "import_":
-            parameters += _as_typer(parameter, comments.get(parameter.name), command, named)
+            parameters += _as_typer(parameter, comments.get(parameter.name), command)
     if loads_drafters(function):
         comment = "Module or .py file that registers drafters of your own (repeatable)."
         own = typer.Option("--import", metavar="MODULE", show_default=False, help=comment)
@@ -539,17 +501,18 @@ def further_options(args: list[str], known: set[str]) -> list[str]:
     value is true, `--no-` before it false."""
     out, rest = [], list(args)
     while rest:
-        flag, equals, value = rest.pop(0).partition("=")
+        word = rest.pop(0)
+        flag, equals, value = word.partition("=")
         name = flag.removeprefix("--").replace("-", "_")
-        off = name.startswith("no_") and RULES.get(name.removeprefix("no_"))
-        rule = RULES.get(name) if flag.startswith("--") and flag not in known else None
-        if flag.startswith("--") and flag not in known and off and off.kind == "switch":
+        rule, opposite = RULES.get(name), RULES.get(name.removeprefix("no_"))
+        if flag in known or not flag.startswith("--"):
+            out.append(word)
+        elif rule and (equals or rule.kind == "switch" or rest):
+            out += ["--extra", f"{name}={value if equals else 'true' if rule.kind == 'switch' else rest.pop(0)}"]
+        elif name.startswith("no_") and opposite and opposite.kind == "switch":
             out += ["--extra", f"{name.removeprefix('no_')}=false"]
-        elif rule is None or (not equals and rule.kind != "switch" and not rest):
-            out.append(flag + equals + value)
         else:
-            typed = value if equals else "true" if rule.kind == "switch" else rest.pop(0)
-            out += ["--extra", f"{name}={typed}"]
+            out.append(word)
     return out
 
 
@@ -557,12 +520,11 @@ class ShellCommand(TyperCommand):
     "Its help shows what it cannot do without as required, though a recipe may give it."
 
     needed: tuple[str, ...] = ()  # parameters without a default
-    named: tuple[str, ...] = ()  # those of them that are options
 
     def collect_usage_pieces(self, ctx):
         arguments = [p for p in self.params if p.param_type_name == "argument" and p.metavar]
         places = [f"{p.metavar}{'...' * (p.nargs != 1)}" for p in arguments]
-        options = [f"--{name} {name.upper()}" for name in self.needed if name in self.named]
+        options = [f"--{name} {name.upper()}" for name in self.needed if name in NAMED]
         return [self.options_metavar, *places, *options]
 
     def parse_args(self, ctx, args):
@@ -582,8 +544,6 @@ class ShellCommand(TyperCommand):
 
 def _values(function, name, app, context, recipe, line):
     "Every argument of the function, checked: from the command line, the recipe, or its default."
-    from .recipe import read_recipe, resolve
-
     given = {n for n in line if context.get_parameter_source(n).name == "COMMANDLINE"}
     if twice := [n for n in given if f"{n}_" in given]:
         raise ValueError(f"{twice[0]}={shown(line[twice[0]])}: given as an argument and as an option; leave one out")
@@ -595,37 +555,19 @@ def _values(function, name, app, context, recipe, line):
     return values
 
 
-def _flags(app, command) -> set[str]:
-    "The options of a command."
-    names = inspect.signature(app.functions[command]).parameters
-    return {"--import", *(f"--{name.replace('_', '-')}" for name in names)}
-
-
 def _next_line(steps, recipe, app, own) -> str:
     "What to type next, with the drafters of one's own; a step that has a section in the recipe is read from there."
-    from .recipe import sections_of
-
-    written = sections_of(recipe) if recipe else ()
-    lines = [
-        [words[0], "--recipe", typed(recipe)]
-        if words[0] in written
-        else [word if word in _flags(app, words[0]) else typed(word) for word in words]
-        for words in steps
-    ]
-    flags = [word for name in own for word in ("--import", name)]
-    lines = [
-        [*words, *flags] if loads_drafters(app.functions[words[0]]) and "--recipe" not in words else words
-        for words in lines
-    ]
-    return "Next: " + "; ".join(f"{app.info.name} {shlex.join(words)}" for words in lines)
-
-
-def _leave_recipe(place, name, values):
-    "The recipe of what was made, beside it."
-    if place is not None and Path(place).exists():
-        from .recipe import write_recipe
-
-        write_recipe(place, name, values)
+    written, lines = sections_of(recipe) if recipe else (), []
+    for name, *words in steps:
+        function = app.functions[name]
+        flags = {f"--{parameter.replace('_', '-')}" for parameter in inspect.signature(function).parameters}
+        words = [word if word in {"--import", *flags} else typed(word) for word in words]
+        if loads_drafters(function):
+            words += [word for module in own for word in ("--import", module)]
+        if name in written:
+            words = ["--recipe", typed(recipe)]
+        lines.append(shlex.join([app.info.name, name, *words]))
+    return "Next: " + "; ".join(lines)
 
 
 def _is_first_rank():
@@ -655,12 +597,11 @@ def command(
     group: str | None = None,  # heading under which `--help` lists it
     output: str | None = "output_dir",  # parameter naming the output; the recipe is left there
     then: Callable | None = None,  # (what it returned, its arguments) -> commands to type next
-    named: tuple[str, ...] = ("verifier",),  # options in every command, also without a default
     verdict: str | None = None,  # what exit status 1 says, of a command that judges
 ) -> Callable:  # the function itself
     "Enter a function as a command."
     name = name or function.__name__
-    parameters = _shell_parameters(function, name, named)
+    parameters = _shell_parameters(function, name)
     takes = inspect.signature(function).parameters
 
     def perform(values):
@@ -674,14 +615,14 @@ def command(
             result = function(**given | ({"import_": own} if "import_" in takes else {}))
         if _is_first_rank():
             _print(report(result))
-            _leave_recipe(values.get(output), name, values)
+            place = values.get(output)
+            if place is not None and Path(place).exists():
+                write_recipe(place, name, values)
         return result
 
     def run(context: typer.Context, **line):
         recipe = line.pop("recipe") if "recipe" not in takes else None
         with one_line(function):
-            from .recipe import with_home
-
             line, recipe = with_home(line), with_home(recipe)
             values = _values(function, name, app, context, recipe, line)
             result = perform(values)
@@ -697,7 +638,7 @@ def command(
         help=help_text,
         short_help=help_text.split(". ")[0].rstrip("."),
         rich_help_panel=group,
-        cls=type("Entered", (ShellCommand,), dict(needed=_required(function), named=named)),
+        cls=type("Entered", (ShellCommand,), dict(needed=_required(function))),
     )(run)
     app.functions[name], app.outputs[name] = function, output
     if verdict:

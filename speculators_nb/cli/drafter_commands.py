@@ -7,6 +7,8 @@ import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from matplotlib.figure import Figure
+
 from ..core.checkpoints import remote_code
 from ..core.config import SpeculatorModelConfig
 from ..core.files import atomic_write, disk_errors, writable_folder
@@ -350,6 +352,14 @@ def evaluate(
         return run(drafter, data, options)
 
 
+def _save(path: Path, table: str, figure: Figure):
+    "A table (CSV) and its picture, as path.csv and path.png."
+    with atomic_write(path.with_suffix(".csv")) as temporary:
+        temporary.write_text(table, encoding="utf-8")
+    with atomic_write(path.with_suffix(".png")) as temporary:
+        figure.savefig(temporary, format="png", dpi=110)
+
+
 def compare(
     runs: list[str],  # folders of evaluations, all in process or none; or name=folder
     output_dir: Path | None = None,  # for comparison.csv, comparison.png; default: only printed
@@ -361,12 +371,7 @@ def compare(
     folders = named_runs(runs)
     found = compare_runs(folders)
     if output_dir is not None:
-        for name, write in (
-            ("comparison.csv", lambda f: found.table().to_csv(f, index=False)),
-            ("comparison.png", lambda f: found.plot().savefig(f, format="png", dpi=110)),
-        ):
-            with atomic_write(Path(output_dir) / name) as temporary:
-                write(temporary)
+        _save(Path(output_dir) / "comparison", found.table().to_csv(index=False), found.plot())
         write_provenance(output_dir, "compare", dict(runs=runs), folders)
     return found
 
@@ -383,12 +388,7 @@ def experiment(
     contenders = what.settings or grid(what.algorithm, **what.factors)
     with disk_errors(folder, "finished runs are kept, the same command continues"):
         found = run_all(folder, contenders, after_each=announce(folder), **what.given, **what.common)
-        for name, write in (
-            ("experiment.csv", lambda f: found.table().to_csv(f)),
-            ("experiment.png", lambda f: found.plot().savefig(f, format="png", dpi=110)),
-        ):
-            with atomic_write(folder / name) as temporary:
-                write(temporary)
+        _save(folder / "experiment", found.table().to_csv(), found.plot())
         write_runs_page(folder, found=found)
     return found
 

@@ -29,6 +29,7 @@ from ..verifier.folders import (
     refuse_overwriting,
     refuse_own,
 )
+from .recipe import import_first, read_plain, spelt, with_files_beside
 
 
 def check_features(data_dir: str | os.PathLike, verifier: str | None = None):
@@ -96,44 +97,17 @@ def _check_verifier(values, command):
         check_tokenizer(verifier)
 
 
-def _check_named(config, drafter, command):
-    "Errors: ValueError or FileNotFoundError for a drafter without a verifier that is here."
-    name = named_verifier(config, drafter)
-    with named_by(drafter):
-        _check_model("verifier", name, command)
-
-
 def _check_evaluated(values):
-    "Errors: as of `check_folder`, for what is no drafter and cannot be read as a foreign one."
+    "Errors: as of `check_folder`: no drafter, nor one that can be read as a foreign one; its verifier is not here."
     drafter, verifier = values.get("drafter"), values.get("verifier")
     if drafter is None or not Path(drafter).exists() or values.get("method") is not None:
         return
     if verifier is None or not (Path(drafter) / "config.json").is_file():
         config = check_folder(drafter)
         if verifier is None and values.get("server") is None:
-            _check_named(config, drafter, "evaluate")
-
-
-def _check_drafters(values, command):
-    "Errors: FileNotFoundError or ValueError for a folder that holds no drafter."
-    names = {"doctor": "drafter", "stitch-mtp": "drafter", "export": "checkpoint"}
-    names |= {"check": "folder"}
-    if command in names and Path(values[names[command]]).exists():
-        check_folder(values[names[command]])
-    if command == "evaluate":
-        _check_evaluated(values)
-    start = values.get("from_pretrained")
-    if command == "train" and start and not (Path(start) / "config.json").is_file():
-        check_folder(start)
-    if command == "serve" and Path(checkpoint := values["checkpoint"]).is_dir():
-        config = model_object(checkpoint)
-        if "speculators_model_type" in config and values.get("verifier") is None:
-            named_verifier(config, checkpoint)
-    if command == "convert" and Path(values["source"]).is_dir():
-        check_not_empty(values["source"])
-        file = Path(values["source"]) / "config.json"
-        if file.is_file() and values.get("format") is None:
-            refuse_own(read_object(file), str(values["source"]))
+            name = named_verifier(config, drafter)
+            with named_by(drafter):
+                _check_model("verifier", name, "evaluate")
 
 
 def _check_data(field, value, command):
@@ -185,7 +159,7 @@ class ExperimentFile(NamedTuple):
     settings: dict[str, tuple[str, dict[str, Any]]]  # name -> (algorithm, arguments); of a grid: {}
     factors: dict[str, Any]  # of a grid: argument -> values, or name -> value
     common: dict[str, Any]  # training arguments of all
-    given: dict[str, Any]  # seeds, k, features and the like: those of `SIZES` and `DATA` in the file
+    given: dict[str, Any]  # `SIZES` and `DATA` in the file
     modules: list[str]  # that register drafters
 
 
@@ -195,35 +169,25 @@ FIELDS = (*SIZES, *DATA, "algorithm", "settings", "grid", "common", "import")
 DECIDED = {"seed", "overwrite", "output_dir", *FIELDS}  # no training arguments
 
 
-def _arguments(values, where) -> dict[str, Any]:
-    "Training arguments as a recipe has them. Errors: ValueError."
-    from .recipe import checked
-
-    if values is not None and not isinstance(values, dict):
-        raise ValueError(f"{where}={shown(values)}: must be a mapping, e.g. {where.split('.')[-1]}: {{max_steps: 100}}")
-    return pairs(checked(values or {}, list[str], where))
-
-
-def _check_arguments(where, algorithm, arguments):
-    "Errors: ValueError naming the option, its value, and what to write."
+def _training_arguments(values, algorithm, where) -> dict[str, Any]:
+    "Arguments by their names in Python, checked. Errors: ValueError naming the option, its value, and what to write."
+    arguments = spelt(values, f"{where}.")
     for name, value in arguments.items():
-        shipped = algorithm in shipped_drafters()  # a drafter of one's own may have others
         if name in DECIDED:
-            raise ValueError(f"{where}{name}={shown(value)}: is no training option; leave it out")
-        if shipped and name not in RULES:
+            raise ValueError(f"{where}.{name}={shown(value)}: is no training option; leave it out")
+        if algorithm in shipped_drafters() and name not in RULES:  # a drafter of one's own may have others
             meant = near(name, RULES)
             meant = meant if meant.startswith("Did") else "docs/commands lists those of train"
-            raise ValueError(f"{where}{name}={shown(value)}: there is no such option. {meant}")
+            raise ValueError(f"{where}.{name}={shown(value)}: there is no such option. {meant}")
     try:
         check_options(dict(algorithm=algorithm) | arguments)
     except ValueError as e:
-        raise ValueError(f"{where}{e}") from None
+        raise ValueError(f"{where}.{e}") from None
+    return arguments
 
 
 def _read_fields(path) -> dict[str, Any]:
-    "The fields of an experiment's file, each by its rule. Errors: ValueError."
-    from .recipe import read_plain, spelt
-
+    "The fields of an experiment's file, each by its rule; what `import` names is imported. Errors: ValueError."
     if not path.is_file():
         raise FileNotFoundError(
             f"file={shown(str(path))}: no such file; an experiment is a YAML or JSON file with settings or a grid"
@@ -242,55 +206,50 @@ def _read_fields(path) -> dict[str, Any]:
             f"{path}: settings, grid: {what}; write settings: {{NAME: {{OPTION: VALUE}}}}, or "
             "grid: {OPTION: [VALUE, VALUE]}"
         )
+    with_files_beside(path, fields)
+    import_first(path, {"import": fields.get("import", [])})
+    rules = {name: value for name, value in fields.items() if f"experiment.{name}" in IN}
+    try:
+        check_options(dict(algorithm=fields.get("algorithm", "eagle3")) | rules, "experiment")
+    except ValueError as e:
+        raise ValueError(f"{path}: {e}") from None
     return fields
-
-
-def _factors(where, grid) -> dict[str, Any]:
-    "The factors of a grid, checked to have values. Errors: ValueError."
-    from .recipe import spelt
-
-    for name, values in grid.items():
-        if not isinstance(values, (list, dict)) or not values:
-            raise ValueError(
-                f"{where}{name}={shown(values)}: must be a list of values, or a mapping of "
-                f"names and values; write {name}: [VALUE, VALUE]"
-            )
-    return spelt(grid, where)
 
 
 def read_experiment_file(path: str | os.PathLike) -> ExperimentFile:
     """Read and check the file of an experiment; what `import` names is imported. Errors:
     FileNotFoundError, ValueError naming the field, its value and what to write."""
-    from .recipe import import_first, with_files_beside
-
-    path, where = Path(path), f"{path}: "
-    fields = _read_fields(path)
-    with_files_beside(path, fields)
-    import_first(path, {"import": fields.get("import", [])})
-    algorithm = fields.get("algorithm", "eagle3")
-    rules = {name: fields[name] for name in fields if f"experiment.{name}" in IN}
-    try:
-        check_options(dict(algorithm=algorithm) | rules, "experiment")
-    except ValueError as e:
-        raise ValueError(f"{where}{e}") from None
-    common = _arguments(fields.get("common"), f"{where}common")
-    _check_arguments(f"{where}common.", algorithm, common)
+    fields, where = _read_fields(Path(path)), f"{path}: "
+    algorithm, modules = fields.get("algorithm", "eagle3"), fields.get("import", [])
+    kind = "grid" if "grid" in fields else "settings"
+    if not fields[kind]:
+        raise ValueError(f"{where}{kind}={{}}: is empty")
+    common = _training_arguments(fields.get("common", {}), algorithm, f"{where}common")
     settings = {}
     for name, values in fields.get("settings", {}).items():
-        own = _arguments(values, f"{where}settings.{name}")
-        kind = own.pop("algorithm", algorithm)
-        _check_arguments(f"{where}settings.{name}.", kind, own)
-        settings[str(name)] = kind, own
-    factors = _factors(f"{where}grid.", fields.get("grid", {}))
+        if not isinstance(values, dict | None):
+            example = f"{name}: {{max_steps: 100}}"
+            raise ValueError(f"{where}settings.{name}={shown(values)}: must be a mapping, e.g. {example}")
+        own = dict(values or {})
+        uses = own.pop("algorithm", algorithm)
+        settings[str(name)] = uses, _training_arguments(own, uses, f"{where}settings.{name}")
+    factors = spelt(fields.get("grid", {}), f"{where}grid.")
     for name, values in factors.items():
+        if not isinstance(values, (list, dict)) or not values:
+            raise ValueError(
+                f"{where}grid.{name}={shown(values)}: must be a list of values, or a mapping of "
+                f"names and values; write {name}: [VALUE, VALUE]"
+            )
         for value in values.values() if isinstance(values, dict) else values:
-            _check_arguments(f"{where}grid.", algorithm, {name: value})
-    if not settings and not factors:
-        raise ValueError(f"{where}{'grid' if 'grid' in fields else 'settings'}={{}}: is empty")
-    given = {name: fields[name] for name in (*SIZES, *DATA) if name in fields}
-    modules = fields.get("import", [])
-    modules = [modules] if isinstance(modules, str) else modules
-    return ExperimentFile(algorithm, settings, factors, common, given, modules)
+            _training_arguments({name: value}, algorithm, f"{where}grid")
+    return ExperimentFile(
+        algorithm=algorithm,
+        settings=settings,
+        factors=factors,
+        common=common,
+        given={name: fields[name] for name in (*SIZES, *DATA) if name in fields},
+        modules=[modules] if isinstance(modules, str) else modules,
+    )
 
 
 def check_settings(record: Path, settings: dict[str, Any]) -> None:
@@ -306,42 +265,86 @@ def check_settings(record: Path, settings: dict[str, Any]) -> None:
         )
 
 
-OUTPUTS = {"evaluate": EVALUATION, "compare": COMPARISON, "doctor": DIAGNOSIS}
-NEW = {"convert": "output_dir", "export": "output_dir", "stitch-mtp": "out"}
-NEW |= {"from-gguf": "output_dir"}
+def _check_drafter(folder):
+    if Path(folder).exists():
+        check_folder(folder)
 
 
-def _check_output(values, command):
-    "Errors: FileExistsError or ValueError for an output that would replace another."
-    if command not in NEW:
-        refuse_model(values.get("output_dir"), drafters=command == "features")
-    if command == "serve":
-        refuse_model(values.get("hidden_states"), "hidden_states")
-    if command in OUTPUTS:
-        overwrite = values.get("overwrite", False)
-        refuse_overwriting(values.get("output_dir"), overwrite, OUTPUTS[command])
-    if command in NEW:
-        new_folder(values[NEW[command]])
-    if command == "train":
-        resume = pairs(values.get("extra")).get("resume_from_checkpoint", values.get("resume"))
-        check_output_dir(values["output_dir"], values.get("overwrite", False), resume)
-    if command in ("demo", "real"):
-        given = {n: v for n, v in values.items() if n not in ("output_dir", "import")}
-        check_settings(Path(values["output_dir"]) / f"{command}.json", given)
-    if command == "prepare":
-        origin_of(values["output_dir"])
+def _check_new(values, command):
+    "Errors: FileExistsError or ValueError for an output that would replace another, or what it is made from."
+    output, overwrite = values.get("output_dir"), values.get("overwrite", False)
+    if command in ("convert", "export", "from-gguf", "stitch-mtp"):
+        new_folder(values["out"] if command == "stitch-mtp" else output)
+        return
+    refuse_model(output, drafters=command == "features")
+    match command:
+        case "serve":
+            refuse_model(values.get("hidden_states"), "hidden_states")
+        case "train":
+            resume = pairs(values.get("extra")).get("resume_from_checkpoint", values.get("resume"))
+            check_output_dir(output, overwrite, resume)
+        case "evaluate":
+            refuse_overwriting(output, overwrite, EVALUATION)
+        case "compare":
+            refuse_overwriting(output, overwrite, COMPARISON)
+        case "doctor":
+            refuse_overwriting(output, overwrite, DIAGNOSIS)
+        case "prepare":
+            origin_of(output)
+        case "demo" | "real":
+            given = {n: v for n, v in values.items() if n not in ("output_dir", "import")}
+            check_settings(Path(output) / f"{command}.json", given)
+
+
+def _check_read(values, command):
+    "Errors: FileNotFoundError or ValueError for what a command reads, where it is of another kind."
+    match command:
+        case "vocab" | "report":
+            folder = Path(values["data_dir" if command == "vocab" else "prepared"])
+            table_files(folder / "rows" if command == "vocab" and (folder / "rows").is_dir() else folder)
+        case "train":
+            start = values.get("from_pretrained")
+            if start and Path(start).exists() and not (Path(start) / "config.json").is_file():
+                check_folder(start)
+        case "evaluate":
+            _check_evaluated(values)
+        case "compare":
+            for folder in named_runs(values["runs"]).values():
+                check_evaluation(folder)
+        case "check":
+            _check_drafter(values["folder"])
+        case "doctor":
+            _check_drafter(values["drafter"])
+            if values.get("features") is not None:
+                layout_of(values["features"])
+            for folder in values.get("evaluation") or ():
+                check_evaluation(folder)
+        case "serve" if Path(checkpoint := values["checkpoint"]).is_dir():
+            config = model_object(checkpoint)
+            if "speculators_model_type" in config and values.get("verifier") is None:
+                named_verifier(config, checkpoint)
+        case "convert" if Path(source := values["source"]).is_dir():
+            check_not_empty(source)
+            file = Path(source) / "config.json"
+            if file.is_file() and values.get("format") is None:
+                refuse_own(read_object(file), str(source))
+        case "export":
+            _check_drafter(values["checkpoint"])
+        case "stitch-mtp":
+            _check_drafter(values["drafter"])
 
 
 def check_inputs(values: dict, command: str):
-    "Errors: FileNotFoundError or ValueError for an input that is missing or of another kind."
-    if command == "demo":
-        check_clone(values["prompts"], values["heldout"])
-    if command == "real" and values["data"].startswith("data/"):
-        check_clone(values["data"])
-    if command == "experiment":
-        read_experiment_file(values["file"])
-    if command == "train":
-        check_features(values["data_dir"], values["verifier"])
+    "Errors: FileNotFoundError, FileExistsError or ValueError for an input or output that is not what is needed."
+    match command:  # what has a better answer than a missing model
+        case "demo":
+            check_clone(values["prompts"], values["heldout"])
+        case "real" if values["data"].startswith("data/"):
+            check_clone(values["data"])
+        case "experiment":
+            read_experiment_file(values["file"])
+        case "train":
+            check_features(values["data_dir"], values["verifier"])
     for field, value in values.items():
         if not isinstance(value, (str, os.PathLike)) or str(value).startswith("hf:"):
             continue
@@ -349,18 +352,6 @@ def check_inputs(values: dict, command: str):
             _check_model(field, value, command)
         elif field == "data" and values.get("self_prompts") is None:
             _check_data(field, value, command)
-    _check_output(values, command)
+    _check_new(values, command)
     _check_verifier(values, command)
-    _check_drafters(values, command)
-    if command in ("vocab", "report"):
-        folder = Path(values["data_dir" if command == "vocab" else "prepared"])
-        rows = folder / "rows"
-        table_files(rows if command == "vocab" and rows.is_dir() else folder)
-    if command == "doctor" and values.get("features") is not None:
-        layout_of(values["features"])
-    if command == "compare":
-        for folder in named_runs(values["runs"]).values():
-            check_evaluation(folder)
-    if command == "doctor":
-        for folder in values.get("evaluation") or ():
-            check_evaluation(folder)
+    _check_read(values, command)

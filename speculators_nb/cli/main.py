@@ -247,7 +247,7 @@ def plan(
     does not fit, and the option that makes it fit. No stage is started, no weights are read. Without
     an option that describes a machine it is about this one."""
     from ..core.options import check_options
-    from .plan import stages_of
+    from .run import stages_of
 
     own = dict(conversations=conversations, tokens_each=tokens_each, devices=devices)
     own |= dict(memory=memory, disk=disk, tflops=tflops, mfu=mfu, bandwidth=bandwidth)

@@ -8,13 +8,14 @@ import re
 import types
 import typing
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
 
+from ..core.files import atomic_write
 from ..core.options import check_options, near, rule_of, shown
 from ..core.provenance import NOT_SECRET, SECRET_NAME, without_secrets
 from .own_drafters import import_drafters, loads_drafters
@@ -47,6 +48,8 @@ class _Strict(yaml.SafeLoader):
 
 for _kind in ("int", "float"):
     _Strict.add_constructor(f"tag:yaml.org,2002:{_kind}", _Strict._number)
+# 1e-3, which is text in YAML 1.1
+_Strict.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
 
 
 def _once(pairs):
@@ -91,15 +94,6 @@ def _count(content, depth=0, seen=0) -> int:
     return seen
 
 
-def _brackets(text) -> int:
-    "How many are open at once; PyYAML takes minutes for some thousands."
-    depth = deepest = 0
-    for letter in text:
-        depth += (letter in "[{") - (letter in "]}")
-        deepest = max(deepest, depth)
-    return deepest
-
-
 def read_plain(path: Path):  # -> what it holds: of a recipe, or of an experiment
     "The content of a file as plain data. Errors: FileNotFoundError, ValueError."
     if not path.is_file():
@@ -113,8 +107,8 @@ def read_plain(path: Path):  # -> what it holds: of a recipe, or of an experimen
         )
     try:
         text = path.read_text(encoding="utf-8")
-        if _brackets(text) > 10 * DEEPEST:
-            raise RecursionError
+        if kind == "YAML" and text.count("[") + text.count("{") > 1000:  # PyYAML takes minutes for some thousands
+            raise ValueError("more than 1,000 brackets")
         if kind == "JSON":
             content = json.loads(text, object_pairs_hook=_once)
         else:
@@ -185,9 +179,6 @@ def sections_of(path: str | os.PathLike) -> list[str]:  # names of commands
     return [name for name, value in _load(Path(path)).items() if isinstance(value, dict)]
 
 
-IMPORT = list[str] | str  # modules and files that register drafters
-
-
 def fields_of(function: Callable) -> dict[str, object]:  # field -> type
     "The fields that a recipe may set, from the function's signature."
     hints = typing.get_type_hints(function) if not hasattr(function, "__signature__") else {}
@@ -196,7 +187,7 @@ def fields_of(function: Callable) -> dict[str, object]:  # field -> type
         for p in inspect.signature(function).parameters.values()
         if p.kind is not p.VAR_KEYWORD and p.name != "import_"
     }
-    return fields | ({"import": IMPORT} if loads_drafters(function) else {})
+    return fields | ({"import": list[str]} if loads_drafters(function) else {})
 
 
 def _alternatives(kind) -> set:
@@ -208,52 +199,36 @@ def _alternatives(kind) -> set:
     )
 
 
-def _name_of(kind) -> str:
-    if kind is type(None):
-        return "nothing"
-    return str(kind) if typing.get_args(kind) else getattr(kind, "__name__", str(kind))
-
-
-def checked(value, kind, where: str):
-    """Bring a value of a file to its declared type. A mapping is read as a list of name=value texts. ValueError, naming
-    `where`: another type."""
-    if kind in (inspect.Parameter.empty, typing.Any):
-        return value
+def _fitted(value, kind):
+    """A value of a file in the type of its parameter: a path, a list of one, a list of name=value texts. What it may be
+    is for the option's rule to say."""
     kinds = _alternatives(kind)
     if isinstance(value, dict) and list[str] in kinds:
         return [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in value.items()]
-    switch = isinstance(value, bool)
-    number = isinstance(value, (int, float)) and not switch
-    if number and kinds & {str, Path} and not kinds & {int, float}:
-        value = str(value)  # a folder may be called 2026
-    wrong = switch != (bool in kinds) and (switch or value is not None)
-    empty = value == "" and Path in kinds  # Path("") would be the working folder
-    try:
-        if wrong or empty:
-            raise TypeError
-        return TypeAdapter(kind).validate_python(value)
-    except (ValidationError, TypeError):
-        expected = " or ".join(sorted(map(_name_of, kinds)))
-        given = "empty" if value == "" else type(value).__name__
-        raise ValueError(f"{where}={shown(value)}: is {given}, expected {expected}. Change it in the recipe") from None
-
-
-def _alone(value, rule):
-    "One text for a list that may have one item."
-    return [value] if isinstance(value, str) and rule and rule.alone else value
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if float in kinds:
+            return float(value)
+        if kinds & {str, Path} and int not in kinds:
+            value = str(value)  # a folder may be called 2026
+    return Path(value) if Path in kinds and isinstance(value, str) and value else value
 
 
 def _section(values: dict, kinds: Mapping, command: str, where: str) -> dict:
     "The values of one command, each in its type and by its rule."
-    values = {
-        field: checked(_alone(value, rule_of(field, command)), kinds[field], f"{where}{field}")
-        for field, value in values.items()
-    }
+    fitted = {}
+    for field, given in values.items():
+        rule, value = rule_of(field, command) or rule_of(f"{field}_"), _fitted(given, kinds[field])
+        if rule and rule.kind == "list" and (rule.alone or field == "import") and isinstance(value, (str, int, float)):
+            value = [value]
+        # a file gives no objects of Python
+        if rule and (problem := replace(rule, objects=False).problem(value)):
+            raise ValueError(f"{where}{field}={shown(given)}: {problem}")
+        fitted[field] = value
     try:
-        check_options(values, command)
+        check_options(fitted, command)
     except ValueError as e:
         raise ValueError(f"{where}{e}") from None
-    return values
+    return fitted
 
 
 def command_of(section: str) -> str:
@@ -278,12 +253,14 @@ def import_first(path: Path, content: Mapping):
     "Import what registers drafters, which are words of options then. Errors name the recipe."
     sections = [(f"{n}.", v) for n, v in content.items() if isinstance(v, dict)]
     for where, values in [("", content), *sections]:
-        if "import" in values:
-            given = checked(values["import"], IMPORT, f"{path}: {where}import")
-            try:
-                import_drafters(given)
-            except (ValueError, OSError, ImportError) as e:
-                raise type(e)(f"{path}: {where}{e}") from e
+        names = values.get("import", [])
+        names = [names] if isinstance(names, str) else names
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"{path}: {where}import={shown(names)}: must be a list of modules and .py files")
+        try:
+            import_drafters(names)
+        except (ValueError, OSError, ImportError) as e:
+            raise type(e)(f"{path}: {where}{e}") from e
 
 
 def _parts(path: Path, known: Mapping) -> tuple[dict, dict]:
@@ -389,8 +366,6 @@ def recipe_section(values: Mapping) -> dict:  # as YAML gives it back
 
 def write_recipe(output: str | os.PathLike, command: str, values: Mapping) -> Path:  # the file that was written
     "Write the resolved recipe beside an output, for `speculators-nb COMMAND --recipe`."
-    from ..core.files import atomic_write  # a recipe is read before torch is imported
-
     path = recipe_path(output, command)
     section = {command: recipe_section(values)}
     text = yaml.safe_dump(section, sort_keys=False, allow_unicode=True, width=120)

@@ -4,6 +4,7 @@ it."""
 
 import contextlib
 import inspect
+import json
 import multiprocessing
 import os
 import shlex
@@ -14,27 +15,416 @@ import time
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import typer
 
-from ..core.files import writable_folder
-from ..core.options import HERE, typed
-from ..core.provenance import without_secrets
-from .plan import (
-    Planned,
-    RunRecord,
-    Stage,
-    depends_on,
-    folder_of,
-    is_there,
-    missing_inputs,
-    plan_of,
-    plan_text,
-    refuse_overwriting,
-    stages_of,
+from ..core.files import atomic_write, read_object, writable_folder
+from ..core.options import HERE, shown, typed
+from ..core.provenance import identify, without_secrets
+from .own_drafters import loads_drafters
+from .recipe import command_of, read_sections, recipe_section
+
+# ---- the stages of a recipe
+
+
+class Stage(NamedTuple):
+    "A section of a recipe."
+
+    name: str  # of the section
+    command: str
+    values: dict  # every argument
+    output: Path | None  # folder or file that it writes; None: it prints
+
+
+def same_place(a: str | os.PathLike, b: str | os.PathLike) -> bool:
+    "Whether two places are the same, or one is inside the other, by their names; nothing has to exist."
+    a, b = (os.path.abspath(p) for p in (a, b))
+    return os.path.commonpath((a, b)) in (a, b)
+
+
+def paths_of(stage: Stage) -> dict[str, str]:  # argument -> text
+    "The arguments that may name something that the stage reads."
+    given = {k: v for k, v in stage.values.items() if isinstance(v, (str, Path))}
+    for name in ("runs", "data", "evaluations"):
+        if isinstance(texts := stage.values.get(name), list):
+            given |= {f"{name} {i}": text.rpartition("=")[2] for i, text in enumerate(texts, 1)}
+    return {k: str(v) for k, v in given.items() if Path(v) != stage.output}
+
+
+def depends_on(stage: Stage, earlier: Stage) -> list[str]:
+    "The arguments of a stage that name the output of an earlier one."
+    if earlier.output is None:
+        return []
+    return [name for name, place in paths_of(stage).items() if same_place(place, earlier.output)]
+
+
+def _check_place(path, stage, earlier):
+    "Errors: ValueError for an output that a stage would lose when another is made again."
+    if stage.output is None:
+        return
+    if Path.cwd().is_relative_to(stage.output.resolve()):
+        raise ValueError(
+            f"{path}: {stage.name} writes to {stage.output}, which holds the working folder; "
+            "give the stage a folder of its own"
+        )
+    for other in earlier:
+        if stage.output == other.output and stage.command == other.command:
+            raise ValueError(
+                f"{path}: {stage.name} and {other.name} both write to {stage.output}; name "
+                "another folder for one of them"
+            )
+        nested = stage.output != other.output and other.output and same_place(stage.output, other.output)
+        if nested and not depends_on(stage, other):
+            raise ValueError(
+                f"{path}: the outputs of {stage.name} ({stage.output}) and {other.name} "
+                f"({other.output}) are one inside the other; name a folder apart"
+            )
+
+
+NOT_A_STAGE = "run", "demo", "real", "experiment"
+
+
+def _run_section(output_dir: Path | None = None, import_: list[str] | None = None):
+    "What a section `run` may set."
+
+
+def stages_of(
+    path: str | os.PathLike,  # a recipe
+    commands: Mapping[str, Callable],  # every command's function
+    outputs: Mapping[str, str | None],  # command -> the argument that names its output
+    imports: list[str] | None = None,  # for every stage: modules that register drafters
+) -> tuple[list[Stage], dict]:  # the stages in order; the arguments of the section `run`
+    """The stages of a recipe. Errors: ValueError as of `read_sections`; for a recipe without a
+    stage; for two stages that write to one place."""
+    sections = read_sections(path, {**commands, "run": _run_section})
+    own = sections.pop("run", {})
+    stages = []
+    for name, values in sections.items():
+        if name in NOT_A_STAGE:
+            raise ValueError(f"{path}: section {name}: is no stage of a run; leave it out")
+        command = command_of(name)
+        if imports and loads_drafters(commands[command]):
+            values["import"] = list(dict.fromkeys([*values.get("import", []), *imports]))
+        output = values.get(outputs.get(command) or "")
+        if command == "vocab" and output is None:
+            output = values["data_dir"]
+        stage = Stage(name, command, values, Path(output) if output else None)
+        _check_place(path, stage, stages)
+        stages.append(stage)
+    if not stages:
+        names = ", ".join(n for n in commands if n not in NOT_A_STAGE)
+        raise ValueError(f"{path}: has no section to run; write one of {names}")
+    return stages, own
+
+
+def folder_of(stages: list[Stage], own: dict) -> Path:
+    "Where the record and the report go: as the recipe says, else the outputs' common folder."
+    if own.get("output_dir"):
+        return Path(own["output_dir"])
+    outputs = [os.path.abspath(s.output) for s in stages if s.output is not None]
+    if not outputs:
+        raise ValueError("the recipe writes nothing; name a folder: run: {output_dir: FOLDER}")
+    common = os.path.commonpath(outputs)
+    folder = Path(os.path.relpath(common if len(outputs) > 1 else os.path.dirname(common)))
+    return folder.parent if folder in [s.output for s in stages] else folder
+
+
+# arguments that a stage reads; another text is a number, a name, or where it writes
+READS = (
+    *("data", "data_dir", "drafter", "folder", "checkpoint", "from_pretrained", "prepared"),
+    *("features", "runs", "evaluations"),
 )
+
+
+def _is_path(text):
+    "Whether a text can only be a path: `org/name` may be a hub id, and `gsm8k` a data set."
+    hub = text.startswith(("hf:", "http://", "https://"))
+    return not hub and bool(text.startswith((".", "/", "~")) or text.count("/") > 1 or Path(text).suffix)
+
+
+def missing_inputs(stages: list[Stage], wanted: list[Stage]) -> list[str]:  # one line for each
+    "What a stage reads that is not there, and that no stage before it makes."
+    problems = []
+    for i, stage in enumerate(stages):
+        made = {name for other in stages[:i] for name in depends_on(stage, other)}
+        for name, place in paths_of(stage).items() if stage in wanted else ():
+            if name.split()[0] not in READS or name in made or os.path.exists(place) or not _is_path(place):
+                continue
+            later = [other.name for other in stages[i:] if name in depends_on(stage, other)]
+            before = [other for other in stages[:i] if other.output is not None][-1:]
+            why = "there is no such file or folder, and no section before it makes it"
+            if later:
+                why = f"is made by {later[0]}, which comes after; move that section up"
+            elif before:
+                why += f" ({before[0].name} makes {before[0].output})"
+            problems.append(f"{stage.name}.{name}={shown(place)}: {why}")
+    return problems
+
+
+# ---- what is done: the record of a run
+
+# arguments of a command that do not change what comes out
+HOW = {
+    "regenerate": ("server", "concurrency", "batch_size", "device"),
+    "prepare": ("num_proc",),
+    "features": ("server", "storage", "concurrency", "max_tokens", "device"),
+    "train": ("server", "storage"),
+}
+
+
+def is_there(output: Path) -> bool:
+    "Whether it is a file, or a folder that holds something."
+    return any(output.iterdir()) if output.is_dir() else output.exists()
+
+
+def inputs_of(stage: Stage) -> dict[str, dict]:  # argument -> what `identify` says
+    "What a stage reads, as it is now."
+    return {name: identify(place) for name, place in paths_of(stage).items() if os.path.exists(place)}
+
+
+class RunRecord:
+    "The file `run.json` of a run, written as a whole at each change. Errors: ValueError for one that is none."
+
+    def __init__(self, folder: Path):
+        self.file = folder / "run.json"
+        stages = read_object(self.file).get("stages") if self.file.is_file() else {}
+        if not isinstance(stages, dict) or not all(isinstance(stage, dict) for stage in stages.values()):
+            raise ValueError(
+                f"{self.file}: is no record of a run; name another folder in the recipe, as run: {{output_dir: FOLDER}}"
+            )
+        self.stages: dict[str, dict[str, Any]] = stages
+
+    def write(self):
+        with atomic_write(self.file) as temporary:
+            text = json.dumps({"stages": self.stages}, indent=1, ensure_ascii=False)
+            temporary.write_text(text + "\n", encoding="utf-8")
+
+    def entry(self, stage: Stage) -> dict[str, Any]:
+        "What is known of a stage; of one that wrote elsewhere before, whether it is outdated."
+        entry = self.stages.get(stage.name, {})
+        here = entry.get("output") == (stage.output and str(stage.output))
+        return entry if here else {k: v for k, v in entry.items() if k == "outdated"}
+
+    def begin(self, stage: Stage, after: list[Stage]):
+        "Note that a stage has begun: until it ends, nothing after it is done."
+        self.stages[stage.name] = {
+            "command": stage.command,
+            "output": stage.output and str(stage.output),
+            "fresh": self.is_fresh(stage),
+            "arguments": recipe_section(stage.values),
+            "inputs": inputs_of(stage),
+        }
+        for later in after:
+            entry = self.stages.setdefault(later.name, {})
+            if entry.get("done") or (later.output is not None and later.output.exists()):
+                entry["outdated"] = stage.name
+        self.write()
+
+    def is_fresh(self, stage: Stage) -> bool:
+        "Whether all that is in a stage's output is its own, so that it may be removed."
+        return stage.output is None or not is_there(stage.output) or self.entry(stage).get("fresh", False)
+
+    def skip(self, stage: Stage, why: str):
+        "Note that a stage does not run on this machine."
+        self.stages[stage.name] = {"command": stage.command, "skipped": why}
+        self.write()
+
+    def end(self, stage: Stage, seconds: float, **found: Any):
+        "Note that a stage has ended."
+        self.stages[stage.name] |= {"done": True, "inputs": inputs_of(stage), "seconds": round(seconds, 1), **found}
+        self.write()
+
+
+def changes_of(stage: Stage, entry: Mapping, function: Callable) -> list[str]:
+    "What differs between the record of a stage and the recipe."
+    defaults = inspect.signature(function).parameters
+    new, old, changed = recipe_section(stage.values), entry["arguments"], []
+    for name in {**new, **old}:
+        default = defaults[name].default if name in defaults else None
+        was, now = old.get(name, default), new.get(name)
+        if name not in HOW.get(stage.command, ()) and was != now:
+            changed.append(f"{name} was {shown(was)}, is {shown(now)}")
+    inputs = entry.get("inputs", {}).items()
+    return changed or [f"{role} has changed" for role, was in inputs if identify(was["path"]) != was]
+
+
+# ---- what is to be done
+
+
+class Planned(NamedTuple):
+    "A stage, and what is to be done for it."
+
+    stage: Stage
+    state: str  # done, will run, will continue, will run again, skipped
+    why: str
+
+    @property
+    def runs(self) -> bool:
+        return self.state.startswith("will")
+
+
+def _planned(stage, entry, function, remade) -> Planned:
+    "What is to be done for one stage, and why."
+    there = stage.output is not None and is_there(stage.output)
+    if stage.output is not None and not there:
+        return Planned(stage, "will run", f"{stage.output} is not there")
+    follows = [entry["outdated"]] if "outdated" in entry else [s.name for s in remade if depends_on(stage, s)]
+    changed = changes_of(stage, entry, function) if "arguments" in entry else []
+    if follows and (there or entry.get("done")):
+        return Planned(stage, "will run again", f"{follows[0]} is made again")
+    if changed:
+        return Planned(stage, "will run again", "; ".join(changed))
+    if entry.get("done"):
+        return Planned(stage, "done", "nothing changed")
+    return Planned(stage, *(("will continue", "it has not finished") if there else ("will run", "it has not run")))
+
+
+def plan_of(stages: list[Stage], record: RunRecord, commands: Mapping[str, Callable]) -> list[Planned]:
+    "What is to be done, stage by stage."
+    planned, remade = [], []
+    for stage in stages:
+        if why := _not_here(stage):
+            planned.append(Planned(stage, "skipped", why))
+            continue
+        planned.append(_planned(stage, record.entry(stage), commands[stage.command], remade))
+        if planned[-1].runs:
+            remade.append(stage)
+    return planned
+
+
+def _not_here(stage) -> str | None:
+    "Why a stage cannot run on this machine, if it is one that measures vLLM."
+    if stage.values.get("engine") != "vllm" or stage.values.get("server"):
+        return None
+    from ..serve.server import find_executable
+
+    try:
+        find_executable("vllm", stage.values.get("vllm"))
+    except FileNotFoundError as e:
+        drafter = stage.values.get("drafter") or stage.values.get("verifier")
+        return (
+            f"{str(e).partition('.')[0]}; make vllm, or start it on another machine "
+            f"(speculators-nb serve {drafter} --run) and give its address as server"
+        )
+    return None
+
+
+def plan_text(planned: list[Planned]) -> str:
+    "The plan as a table."
+    rows = [(p.stage.name, p.state, str(p.stage.output or "-"), p.why) for p in planned]
+    rows = [("stage", "state", "output", "why"), *rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    return "\n".join("  ".join([*(text.ljust(w) for text, w in zip(row, widths)), row[3]]).rstrip() for row in rows)
+
+
+def refuse_overwriting(planned: list[Planned], overwrite: bool):
+    "Errors: FileExistsError where something that is there would be made again."
+    again = [p for p in planned if p.state == "will run again" and p.stage.output and not overwrite]
+    if again:
+        first, rest = again[0], ", ".join(p.stage.name for p in again[1:])
+        raise FileExistsError(
+            f"{first.stage.name}: {first.stage.output} was made otherwise ({first.why}). Give --overwrite to make it "
+            f"again{f', with {rest}' if rest else ''}; or name another folder in the recipe"
+        )
+
+
+def checked_plan(
+    recipe: str | os.PathLike,
+    stages: list[Stage],
+    record: RunRecord,
+    commands: Mapping[str, Callable],
+    overwrite: bool = False,
+) -> list[Planned]:
+    "Print the plan. Errors: ValueError, FileExistsError where it cannot be carried out."
+    planned = plan_of(stages, record, commands)
+    typer.echo(plan_text(planned) + servers_text(planned))
+    if problems := missing_inputs(stages, [p.stage for p in planned if p.runs]):
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ValueError(f"{recipe}: {problems[0]}{more}")
+    refuse_overwriting(planned, overwrite)
+    return planned
+
+
+# ---- servers that stages read from: a run starts none
+
+
+def addresses(stage: Stage) -> list[str]:
+    "The addresses of the servers that a stage reads from, if it needs any."
+    if stage.values.get("source", "vllm") != "vllm":
+        return []
+    given = stage.values.get("server") or (HERE if stage.command == "features" else [])
+    return [given] if isinstance(given, str) else list(given)
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    "Where to connect."
+    place = urlsplit(address)
+    return place.hostname or "127.0.0.1", place.port or (443 if place.scheme == "https" else 80)
+
+
+def serve_line(stage: Stage, address: str) -> str:
+    "What a person types to start a server that a stage reads from."
+    from ..evaluate.vllm_metrics import PER_REQUEST
+
+    values = stage.values
+    host, port = host_and_port(address)
+    drafter, verifier = values.get("drafter"), values.get("verifier")
+    words = ["serve", typed(drafter or verifier or "VERIFIER")]
+    given = {"hidden_states": values.get("storage")}
+    if stage.command == "evaluate":
+        given["verifier"] = verifier if drafter else None
+        given |= {name: values.get(name) for name in ("dtype", "max_model_len")}
+    if host not in ("127.0.0.1", "localhost", "::1"):
+        given["host"] = host
+    given["port"] = port
+    for name, value in given.items():
+        if value not in (None, "auto"):
+            words += [f"--{name.replace('_', '-')}", value]
+    for layer in (values.get("aux_layer_ids") if values.get("storage") else None) or ():
+        words += ["--aux-layer-ids", layer]
+    extra = [*(values.get("extra") or ()), *(PER_REQUEST if drafter else ())]
+    words += [f"--extra={argument}" for argument in extra]
+    return "speculators-nb " + shlex.join(map(str, [*words, "--run"]))
+
+
+def answers(address: str) -> bool:
+    "Whether something listens there."
+    with contextlib.suppress(OSError), socket.create_connection(host_and_port(address), 5):
+        return True
+    return False
+
+
+def server_problem(stage: Stage) -> str | None:
+    """What to type where no server that a stage reads from answers (None: one does, or it needs none); some absent ones
+    are named."""
+    named = addresses(stage)
+    silent = [address for address in named if not answers(address)]
+    if len(silent) < len(named):
+        for address in silent:
+            typer.echo(f"server={address!r} does not answer: {stage.name} begins without it")
+    if not silent or len(silent) < len(named):
+        return None
+    return (
+        f"server={', '.join(silent)!r} does not answer; start it in another terminal "
+        f"({serve_line(stage, silent[0])}), and run the same command again"
+    )
+
+
+def servers_text(planned: list[Planned]) -> str:  # "": no stage that will run needs one
+    "The servers that must be up while their stage runs, each with its command."
+    lines = [
+        f"  {p.stage.name}: {address}  {serve_line(p.stage, address)}"
+        for p in planned
+        if p.runs
+        for address in addresses(p.stage)
+    ]
+    heading = "\nA run starts no server; each must be up while its stage runs:"
+    return "\n".join([heading, *lines]) if lines else ""
+
+
+# ---- a stage at work
 
 
 class Tee:
@@ -153,80 +543,6 @@ def alone_in(folder: Path):
         lock.release()
 
 
-def addresses(stage: Stage) -> list[str]:
-    "The addresses of the servers that a stage reads from, if it needs any."
-    if stage.values.get("source", "vllm") != "vllm":
-        return []
-    given = stage.values.get("server") or (HERE if stage.command == "features" else [])
-    return [given] if isinstance(given, str) else list(given)
-
-
-def host_and_port(address: str) -> tuple[str, int]:
-    "Where to connect."
-    place = urlsplit(address)
-    return place.hostname or "127.0.0.1", place.port or (443 if place.scheme == "https" else 80)
-
-
-def serve_line(stage: Stage, address: str) -> str:
-    "What a person types to start a server that a stage reads from."
-    from ..evaluate.vllm_metrics import PER_REQUEST
-
-    values = stage.values
-    host, port = host_and_port(address)
-    drafter, verifier = values.get("drafter"), values.get("verifier")
-    words = ["serve", typed(drafter or verifier or "VERIFIER")]
-    given = {"hidden_states": values.get("storage")}
-    if stage.command == "evaluate":
-        given["verifier"] = verifier if drafter else None
-        given |= {name: values.get(name) for name in ("dtype", "max_model_len")}
-    if host not in ("127.0.0.1", "localhost", "::1"):
-        given["host"] = host
-    given["port"] = port
-    for name, value in given.items():
-        if value not in (None, "auto"):
-            words += [f"--{name.replace('_', '-')}", value]
-    for layer in (values.get("aux_layer_ids") if values.get("storage") else None) or ():
-        words += ["--aux-layer-ids", layer]
-    extra = [*(values.get("extra") or ()), *(PER_REQUEST if drafter else ())]
-    words += [f"--extra={argument}" for argument in extra]
-    return "speculators-nb " + shlex.join(map(str, [*words, "--run"]))
-
-
-def answers(address: str) -> bool:
-    "Whether something listens there."
-    with contextlib.suppress(OSError), socket.create_connection(host_and_port(address), 5):
-        return True
-    return False
-
-
-def server_problem(stage: Stage) -> str | None:
-    """What to type where no server that a stage reads from answers (None: one does, or it needs none); some absent ones
-    are named."""
-    named = addresses(stage)
-    silent = [address for address in named if not answers(address)]
-    if len(silent) < len(named):
-        for address in silent:
-            typer.echo(f"server={address!r} does not answer: {stage.name} begins without it")
-    if not silent or len(silent) < len(named):
-        return None
-    return (
-        f"server={', '.join(silent)!r} does not answer; start it in another terminal "
-        f"({serve_line(stage, silent[0])}), and run the same command again"
-    )
-
-
-def servers_text(planned: list[Planned]) -> str:  # "": no stage that will run needs one
-    "The servers that must be up while their stage runs, each with its command."
-    lines = [
-        f"  {p.stage.name}: {address}  {serve_line(p.stage, address)}"
-        for p in planned
-        if p.runs
-        for address in addresses(p.stage)
-    ]
-    heading = "\nA run starts no server; each must be up while its stage runs:"
-    return "\n".join([heading, *lines]) if lines else ""
-
-
 def run_stage(planned, stages, record, commands, perform):
     "Run one stage to its end, and note it."
     stage, function = planned.stage, commands[planned.stage.command]
@@ -237,7 +553,7 @@ def run_stage(planned, stages, record, commands, perform):
         record.skip(stage, problem)
         typer.echo(f"skipped: {problem}")
         return
-    values = arguments_for(planned, function, record.has_begun(stage), fresh=record.is_fresh(stage))
+    values = arguments_for(planned, function, begun="arguments" in record.entry(stage), fresh=record.is_fresh(stage))
     record.begin(stage, after)
     began = time.monotonic()
     process, receiver = start(perform, function, stage.command, values)
@@ -249,23 +565,6 @@ def run_stage(planned, stages, record, commands, perform):
         )
     kept = {"text": without_secrets(text.strip())} if stage.output is None else {}
     record.end(stage, time.monotonic() - began, code=code, **kept)
-
-
-def checked_plan(
-    recipe: str | os.PathLike,
-    stages: list[Stage],
-    record: RunRecord,
-    commands: Mapping[str, Callable],
-    overwrite: bool = False,
-) -> list[Planned]:
-    "Print the plan. Errors: ValueError, FileExistsError where it cannot be carried out."
-    planned = plan_of(stages, record, commands)
-    typer.echo(plan_text(planned) + servers_text(planned))
-    if problems := missing_inputs(stages, [p.stage for p in planned if p.runs]):
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise ValueError(f"{recipe}: {problems[0]}{more}")
-    refuse_overwriting(planned, overwrite)
-    return planned
 
 
 def run_recipe(
@@ -293,9 +592,6 @@ def run_recipe(
             next_one = plan_of(stages, record, commands)[i]
             if next_one.state == "skipped":
                 record.skip(stage, next_one.why)
-            entry = record.stages.get(stage.name, {})
-            if next_one.state == "done" and "arguments" in entry and not entry.get("done"):
-                record.end(stage)  # killed between its last file and this note
             if next_one.runs:
                 typer.echo(f"\n[{i + 1}/{len(stages)}] {stage.name}: {next_one.state}")
                 run_stage(next_one, stages, record, commands, perform)

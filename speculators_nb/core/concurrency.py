@@ -3,15 +3,15 @@ They know which failures are worth a retry, end a job whose requests all fail, r
 and log whole lines where there is no terminal."""
 
 import contextlib
-import io
 import multiprocessing
 import os
 import queue
 import random
+import sys
 import threading
+import time
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
-from unittest.mock import patch
 
 # A client that waits needs threads and no more. Items are taken from their source only as far as work is ahead, so that
 # it may be longer than memory; an error is a result; no thread keeps a program from ending, as those of
@@ -127,52 +127,40 @@ def end_with_parent() -> None:
         threading.Thread(target=_exit_after, args=[parent], daemon=True).start()
 
 
-PARTS, PAUSE, SHORT = 10, 30.0, 1.0  # lines of a bar; seconds between lines; of a short job
-WIDTH = 200  # characters of a line
+PAUSE, WIDTH = 30.0, 200  # seconds between the lines of a progress bar; characters of a line
 
 
-def _is_due(bar, now) -> bool:
-    "Whether a bar has news: another tenth of its work, or half a minute has passed."
-    when, part = getattr(bar, "plain_line", (getattr(bar, "start_t", now), 0))
-    new = bool(bar.total) and int(PARTS * bar.n / bar.total) > part
-    return (new and now - when >= SHORT) or now - when >= PAUSE
+class WholeLines:
+    """Standard error where it is no terminal: of what a progress bar writes over and over into one line, a line comes
+    every half minute and at the end; what moves the cursor is left out."""
 
+    def __init__(self, stream: Any):
+        self.stream, self.written, self.in_bar = stream, time.monotonic(), False
 
-def _write_line(bar, now):
-    "Done, total, elapsed and remaining time."
-    bar.plain_line = now, int(PARTS * bar.n / bar.total) if bar.total else 0
-    bar.plain_n = bar.n
-    bar.fp.write(" ".join(str(bar).split())[:WIDTH] + "\n")
+    def write(self, text: str) -> int:
+        if self.in_bar and not text.strip("\n\x1b[A"):  # its end, or the way to the bar above
+            return len(text)
+        self.in_bar = text.startswith("\r")
+        if not self.in_bar:
+            return self.stream.write(text)
+        now, line = time.monotonic(), " ".join(text.split())[:WIDTH]
+        if now - self.written >= (1 if "100%" in line else PAUSE):
+            self.written = now
+            self.stream.write(line + "\n")
+        return len(text)
+
+    def flush(self):
+        self.stream.flush()
+
+    def __getattr__(self, name):
+        return getattr(self.stream, name)
 
 
 @contextlib.contextmanager
 def plain_progress():
     "Progress bars that write to a file or a pipe write whole lines, in this block."
-    from tqdm.std import tqdm
-
-    display, clear, close = tqdm.display, tqdm.clear, tqdm.close
-
-    def is_plain(bar):
-        return not bar.gui and not bar.fp.isatty()
-
-    def display_line(bar, msg=None, pos=None):
-        if not is_plain(bar):
-            return display(bar, msg, pos)
-        if msg is None and _is_due(bar, bar._time()):
-            _write_line(bar, bar._time())
-        return True
-
-    def clear_nothing(bar, nolock=False):
-        if not bar.disable and not is_plain(bar):
-            clear(bar, nolock)
-
-    def close_line(bar):
-        if not getattr(bar, "disable", True) and is_plain(bar):
-            now, shown = bar._time(), getattr(bar, "plain_n", 0)
-            if bar.n > shown and now - bar.start_t >= SHORT:
-                _write_line(bar, now)
-            bar.fp = io.StringIO()  # what else a bar writes at its end moves the cursor
-        close(bar)
-
-    with patch.multiple(tqdm, display=display_line, clear=clear_nothing, close=close_line):
+    if sys.stderr is None or sys.stderr.isatty():
         yield
+    else:
+        with contextlib.redirect_stderr(WholeLines(sys.stderr)):
+            yield

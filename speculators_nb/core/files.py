@@ -66,27 +66,20 @@ def _concerned(filename, path: Path) -> Path | None:
     return path if file == place or file in place.parents or beside else None
 
 
-def _file_size_limited() -> bool:
-    "Whether this process may not write files of any size (`ulimit -f`)."
+def _unsaid(path: Path) -> int | None:
+    "The errno behind the failure of a writer that gives none: what the disk says to a small file at the same place."
+    folder = next(parent for parent in path.absolute().parents if parent.is_dir())
+    probe = folder / f".{secrets.token_hex(4)}"
     try:
-        import resource  # Windows has no such limit and no such module
-    except ImportError:
-        return False
-    return resource.getrlimit(resource.RLIMIT_FSIZE)[0] != resource.RLIM_INFINITY
-
-
-def _why(path: Path) -> int:
-    "The errno behind a writer's failure that does not say: looked for while its half file is still there."
-    folder = next(p for p in (path.parent, *path.absolute().parents) if p.is_dir())
-    if not path.parent.is_dir():
-        return errno.ENOTDIR if path.parent.exists() else errno.ENOENT
-    if _file_size_limited():
-        return errno.EFBIG
-    try:
-        _new_mode(folder / f".{secrets.token_hex(4)}")
+        with probe.open("xb") as file:
+            file.write(bytes(1 << 20))
+            file.flush()
+            os.fsync(file.fileno())
     except OSError as e:
-        return e.errno or errno.EIO
-    return errno.ENOSPC if shutil.disk_usage(folder).free < 1 << 20 else errno.EIO
+        return e.errno
+    finally:
+        with contextlib.suppress(OSError):
+            probe.unlink(missing_ok=True)
 
 
 def _refused(e: Exception, path: Path) -> tuple[int, Path] | None:
@@ -94,23 +87,14 @@ def _refused(e: Exception, path: Path) -> tuple[int, Path] | None:
     if isinstance(e, OSError) and isinstance(e.filename, (str, bytes, os.PathLike)):
         # else it is a file to read that is missing
         gone = e.errno != errno.ENOENT or not Path(os.fsdecode(e.filename)).parent.is_dir()
-        if e.errno not in REMEDIES or not gone:
-            return None
-        file = _concerned(e.filename, path)
-        return file and (e.errno, file)
+        file = _concerned(e.filename, path) if gone else None
+        return (e.errno, file) if file and e.errno in REMEDIES else None
     if isinstance(e, OSError) and e.errno is not None:
         return (e.errno, path) if e.errno in _UNNAMED else None
-    if isinstance(e, SafetensorError):
-        number = re.search(r"while serializing.*os error (\d+)", str(e))
-        return number and (int(number[1]), path)
-    # writers that do not give the reason: torch raises RuntimeError, NumPy and pandas OSError
-    torch_s = r"PytorchStreamWriter|unexpected pos \d+ vs|iostream error"
-    torch_s += r"|Parent directory .* does not exist"
-    numpy_s = r"^\d+ requested and \d+ written|^Cannot save file into a non-existent directory"
-    for kind, texts in ((RuntimeError, torch_s), (OSError, numpy_s)):
-        if isinstance(e, kind) and re.search(texts, str(e)):
-            return _why(path), path
-    return None
+    if number := re.search(r"while serializing.*os error (\d+)", str(e)):  # safetensors
+        return int(number[1]), path
+    reason = _unsaid(path)  # torch raises RuntimeError, NumPy and pandas OSError without a number
+    return (reason, path) if reason else None
 
 
 @contextlib.contextmanager
@@ -125,7 +109,7 @@ def disk_errors(
     except DiskError as e:
         e.kept = e.kept or kept
         raise
-    except Exception as e:
+    except (OSError, RuntimeError, SafetensorError) as e:
         refused = _refused(e, Path(path))
         if refused is None:
             raise

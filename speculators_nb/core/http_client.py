@@ -5,6 +5,7 @@ import contextlib
 import ipaddress
 import json
 import logging
+import math
 import os
 import time
 import urllib.request
@@ -12,11 +13,10 @@ from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
-import httpcore
 import httpx
 
 from .concurrency import EndpointError, pause, worth_retrying
-from .options import printable
+from .options import address_problem, printable
 from .provenance import without_secrets
 
 # Requests are httpx's. Added is what neither httpx, the `openai` client nor `stamina` has: a limit on the time and size
@@ -31,8 +31,7 @@ _END: ContextVar[float | None] = ContextVar("end", default=None)
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Inside, connections of `limited_transport` raise a timeout when the time is over, in
-    however small pieces it was spent. A limit inside another one never ends later."""
+    "Inside, an exchange must be over in time, as `time_left` says. A limit inside another one never ends later."
     end, outer = time.monotonic() + seconds, _END.get()
     token = _END.set(end if outer is None else min(end, outer))
     try:
@@ -41,54 +40,13 @@ def time_limit(seconds: float) -> Iterator[None]:
         _END.reset(token)
 
 
-def _left(timeout):
-    "Seconds that one read or write may take."
+def time_left(most: float = math.inf) -> float:
+    "Seconds that a request may take, at most `most`. httpx.ReadTimeout: the time of `time_limit` is over."
     end = _END.get()
-    if end is None:
-        return timeout
-    left = end - time.monotonic()
+    left = most if end is None else min(most, end - time.monotonic())
     if left <= 0:
-        raise httpcore.ReadTimeout("the time for the whole answer is over")
-    return left if timeout is None else min(timeout, left)
-
-
-class _LimitedStream(httpcore.NetworkStream):
-    "A connection that knows when its exchange must be over."
-
-    def __init__(self, stream):
-        self.stream = stream
-
-    def read(self, max_bytes, timeout=None):
-        return self.stream.read(max_bytes, _left(timeout))
-
-    def write(self, buffer, timeout=None):
-        self.stream.write(buffer, _left(timeout))
-
-    def close(self):
-        self.stream.close()
-
-    def start_tls(self, ssl_context, server_hostname=None, timeout=None):
-        secured = self.stream.start_tls(ssl_context, server_hostname, _left(timeout))
-        return _LimitedStream(secured)
-
-    def get_extra_info(self, info):
-        return self.stream.get_extra_info(info)
-
-
-class LimitedBackend(httpcore.SyncBackend):
-    "Makes connections that keep to `time_limit`."
-
-    def connect_tcp(self, host, port, timeout=None, local_address=None, socket_options=None):
-        stream = super().connect_tcp(host, port, _left(timeout), local_address, socket_options)
-        return _LimitedStream(stream)
-
-
-def limited_transport(backend: httpcore.NetworkBackend | None = None, **given) -> httpx.HTTPTransport:
-    "A transport for httpx.Client whose exchanges keep to `time_limit`; `given` are arguments of httpx.HTTPTransport."
-    transport = httpx.HTTPTransport(**given)
-    assert hasattr(transport._pool, "_network_backend"), "httpx has its connections elsewhere"
-    transport._pool._network_backend = backend or LimitedBackend()
-    return transport
+        raise httpx.ReadTimeout("the time for the whole answer is over")
+    return left
 
 
 class ReplyTooLarge(ValueError):
@@ -96,13 +54,15 @@ class ReplyTooLarge(ValueError):
 
 
 def read_reply(response: httpx.Response, largest: int = LARGEST) -> bytes:
-    "Read a body to its end, decompressed. ReplyTooLarge: it is larger than `largest` bytes; the rest is not read."
+    """Read a body to its end, decompressed. ReplyTooLarge: it is larger than `largest` bytes; httpx.ReadTimeout: as of
+    `time_left`. The rest is not read."""
     parts, size = [], 0
     for part in response.iter_bytes():
         parts.append(part)
         size += len(part)
         if size > largest:
             raise ReplyTooLarge(f"the reply is larger than {largest >> 20} MiB")
+        time_left()
     return b"".join(parts)
 
 
@@ -142,18 +102,9 @@ def proxy_for(url: httpx.URL) -> str | None:
 
 def _address(url, variable):
     "The parsed address of a server. ValueError, without repeating it: no address, or one with a secret in it."
-    try:
-        parsed = httpx.URL(url)
-    except (httpx.InvalidURL, TypeError):
-        parsed = httpx.URL("")
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise ValueError("url: not an http address; it should look like http://127.0.0.1:8000")
-    if parsed.userinfo or parsed.query:
-        raise ValueError(
-            f"url: the address of {parsed.host} has a password or a query in it, which would end up in logs. Put the "
-            f"key into the environment variable {variable or 'OPENAI_API_KEY'}."
-        )
-    key = _key(variable)
+    if problem := address_problem(str(url)):
+        raise ValueError(f"url: {problem}")
+    parsed, key = httpx.URL(url), _key(variable)
     if not (key.isascii() and key.isprintable()):
         raise ValueError(
             f"{variable}: the key holds characters that no HTTP header can carry; set it to the key alone, in one line"
@@ -221,9 +172,6 @@ def _read_answer(method, response, data) -> _Reply:
     return _Reply(answer)
 
 
-_DONE = {"done": True}
-
-
 class _NotAPiece(Exception):
     "A line of a stream that is not what a server writes."
 
@@ -232,43 +180,39 @@ def _excerpt(data):
     return repr(data[:100].decode("utf-8", "replace"))
 
 
-def _lines(response, timeout):
-    "Lines of a stream; each must come within the time."
-    parts, rest, part = response.iter_bytes(), b"", b""
-    while part is not None:
-        with time_limit(timeout):
-            while part is not None and b"\n" not in rest:
-                part = next(parts, None)
-                rest += part or b""
-                if len(rest) > LARGEST >> 4:
-                    raise _NotAPiece(f"a piece is larger than {LARGEST >> 24} MiB")
-        *lines, rest = rest.split(b"\n")
+def _lines(response):
+    "Lines of a stream; httpx's `iter_lines` would also end one at a character within a text, such as U+2028."
+    rest = b""
+    for part in response.iter_bytes():
+        *lines, rest = (rest + part).split(b"\n")
         yield from lines
+        if len(rest) > LARGEST >> 4:
+            raise _NotAPiece(f"a piece is larger than {LARGEST >> 24} MiB")
     yield rest
 
 
-def _piece(line):
-    "The object in one line; None: nothing, `_DONE`: the end."
-    if not line.startswith(b"data:"):
-        return None
-    text = line[5:].strip()
-    if text == b"[DONE]":
-        return _DONE
-    try:
-        piece = json.loads(text)
-    except (ValueError, RecursionError):
-        raise _NotAPiece(f"a piece is not JSON: {_excerpt(line)}") from None
-    if not isinstance(piece, dict):
-        raise _NotAPiece(f"a piece is no JSON object: {_excerpt(text)}")
-    return piece
-
-
-def _is_last(piece):
-    "Whether a piece gives the reason why the answer ended."
-    choices = piece.get("choices") if piece else None
-    return isinstance(choices, list) and any(
-        isinstance(choice, dict) and choice.get("finish_reason") for choice in choices
-    )
+def _pieces(response):
+    "The objects of a stream. Errors: _NotAPiece for another line, and for a stream that ends before its answer does."
+    complete = False
+    for line in _lines(response):
+        text = line.removeprefix(b"data:").strip()
+        if text == line or not text:  # no data
+            continue
+        if text == b"[DONE]":
+            complete = True
+            continue
+        try:
+            piece = json.loads(text)
+        except (ValueError, RecursionError):
+            raise _NotAPiece(f"a piece is not JSON: {_excerpt(line)}") from None
+        if not isinstance(piece, dict):
+            raise _NotAPiece(f"a piece is no JSON object: {_excerpt(text)}")
+        choices = piece.get("choices")
+        for choice in choices if isinstance(choices, list) else ():  # the last one says why the answer has ended
+            complete = complete or (isinstance(choice, dict) and bool(choice.get("finish_reason")))
+        yield piece
+    if not complete:
+        raise _NotAPiece("the server broke off: the stream ended before the answer did")
 
 
 class Endpoint:
@@ -280,7 +224,7 @@ class Endpoint:
         self,
         url: str = "http://127.0.0.1:8000",  # with or without a final /v1
         api_key_env: str | None = "OPENAI_API_KEY",  # key's environment variable; may be unset
-        timeout: float = 600.0,  # seconds that an answer may take; of a stream, each piece
+        timeout: float = 600.0,  # seconds that an answer may take; of a stream, the pause before each piece
         tries: int = 4,  # requests made before giving up
     ):
         parsed = _address(url, api_key_env)
@@ -291,13 +235,10 @@ class Endpoint:
         self.timeout = timeout
         self.tries = tries
         self._client = httpx.Client(
-            timeout=httpx.Timeout(timeout, connect=min(timeout, 10)),
             auth=_Bearer(api_key_env),
-            transport=limited_transport(
-                proxy=proxy_for(parsed),
-                trust_env=not _is_local(parsed.host),
-                limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
-            ),
+            proxy=proxy_for(parsed),
+            verify=httpx.create_ssl_context(),  # with the certificates that SSL_CERT_FILE names
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
             trust_env=False,
         )
         self._process = os.getpid()
@@ -312,9 +253,14 @@ class Endpoint:
         key = _key(self.api_key_env)
         return printable(without_secrets(text.replace(key, "***") if key else text))
 
+    def _open(self, method, path, request):
+        left = time_left(self.timeout)
+        timeout = httpx.Timeout(left, connect=min(left, 10))
+        return self._client.stream(method, self.url + path, timeout=timeout, **request)
+
     def _once(self, method, path, request) -> _Reply:
         try:
-            with time_limit(self.timeout), self._client.stream(method, self.url + path, **request) as response:
+            with time_limit(self.timeout), self._open(method, path, request) as response:
                 data = read_reply(response)
         except httpx.HTTPError as e:
             return _Reply(trouble=self._clean(_trouble(e)))
@@ -328,33 +274,21 @@ class Endpoint:
         (server-sent events). One try: what was yielded cannot be taken back. EndpointError: the server refused, or
         broke off."""
         what = f"POST {self.url}{path}"
-        complete, trouble = False, None
         try:
-            with contextlib.ExitStack() as stack:
-                with time_limit(self.timeout):
-                    opened = self._client.stream("POST", self.url + path, **_request(body))
-                    response = stack.enter_context(opened)
-                    if not response.is_success:
-                        reply = _read_answer("POST", response, read_reply(response))
-                        message = self._clean(f"{what}: {reply.trouble}")
-                        raise EndpointError(message, reply.status)
-                for line in _lines(response, self.timeout):
-                    piece = _piece(line)
-                    complete = complete or piece is _DONE or _is_last(piece)
-                    if not piece or piece is _DONE:
-                        continue
+            with self._open("POST", path, _request(body)) as response:
+                if not response.is_success:
+                    reply = _read_answer("POST", response, read_reply(response))
+                    raise EndpointError(self._clean(f"{what}: {reply.trouble}"), reply.status)
+                for piece in _pieces(response):
                     if piece.get("error"):  # a failure after the first piece has no status
-                        message = f"{what}: {str(piece['error'])[:500]}"
-                        raise EndpointError(self._clean(message))
+                        raise EndpointError(self._clean(f"{what}: {str(piece['error'])[:500]}"))
                     yield piece
+            return
         except httpx.HTTPError as e:
             trouble = _trouble(e)
         except (_NotAPiece, ReplyTooLarge) as e:
             trouble = str(e)
-        if trouble is None and not complete:
-            trouble = "the server broke off: the stream ended before the answer did"
-        if trouble:
-            raise EndpointError(self._clean(f"{what}: {trouble}"))
+        raise EndpointError(self._clean(f"{what}: {trouble}"))
 
     def get(self, path: str) -> Any:
         """Request something: JSON where the server calls it so, else text. EndpointError: refused (at once), or failed

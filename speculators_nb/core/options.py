@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import EntryPoints, entry_points
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlsplit
 
 import speculators_nb
@@ -376,222 +376,192 @@ def check_vllm_arguments(extra: Iterable[str]) -> None:
         takes = item.startswith("-") and "=" not in item
 
 
-class Relation(NamedTuple):
-    "A rule between options."
-
-    command: str | None  # None: all
-    names: tuple[str, ...]  # it applies where all of these are given
-    fails: Callable[[Mapping], str | None]  # values -> what is wrong
-
-
-def _is_set(value, default=None):
-    return value is not None and value != [] and value != default
+def _leave_out(values: Mapping, name: str, why: str, default: Any = 0) -> None:
+    "Errors: ValueError where an option is given, and is not its default, that would have no effect."
+    value = values.get(name)
+    if value is not None and value != [] and value != default:
+        raise ValueError(f"{name}={shown(value)}: {why}")
 
 
-def without_effect(command, name, other, why, default: Any = 0) -> Relation:
-    "`name` is refused, unless it is not set or has its default, where `why` finds a fault in the value of `other`."
-
-    def fails(values):
-        if _is_set(values[name], default) and (problem := why(values[other])):
-            return f"{name}={shown(values[name])}: {problem}"
-
-    return Relation(command, (name, other), fails)
-
-
-def counts_only_with(command, name, decider, wanted, default=None) -> Relation:
-    "`name` has an effect only where `decider` has the value `wanted`."
-    remedy = f"leave it out, or set {decider}={wanted}"
-    why = lambda value: None if value == wanted else f"has no effect with {decider}={value}; {remedy}"
-    return without_effect(command, name, decider, why, default)
-
-
-def needs(command, name, other, why) -> Relation:
-    "`name` counts only together with `other`."
-    return without_effect(
-        command, name, other, lambda v: None if _is_set(v) else f"{why}; leave it out, or give {other}"
-    )
-
-
-def excludes(command, name, other, why) -> Relation:
-    "`name` counts only without `other`."
-    return without_effect(command, name, other, lambda value: f"{why}; leave it out" if _is_set(value) else None)
-
-
-def counts_only_above_zero(command, name, decider, default) -> Relation:
-    "`name` has an effect only where `decider`, a number or several, has one above 0."
-    remedy = f"leave it out, or set {decider}=1"
-
-    def why(value):
-        if (max(value, default=0) if isinstance(value, (list, tuple)) else value or 0) <= 0:
-            return f"has no effect with {decider}={shown(value)}, which is greedy; {remedy}"
-
-    return without_effect(command, name, decider, why, default)
-
-
-def apart(command, source, output) -> Relation:
-    "What is made must not be what it is made from."
-
-    def fails(values):
-        given = [values[name] for name in (source, output)]
-        paths = [os.path.realpath(p) for p in given if isinstance(p, (str, os.PathLike))]
-        if len(paths) == 2 and paths[0] == paths[1]:
-            place = shown(os.fspath(values[output]))
-            return f"{output}={place}: is {source} itself; name another place"
-
-    return Relation(command, (source, output), fails)
-
-
-def ordered(command, low, high, strictly=False) -> Relation:
-    "`low` is at most `high`, or less."
-
-    def fails(values):
-        a, b = values[low], values[high]
-        if None in (a, b) or (a < b if strictly else a <= b):
-            return None
-        want = "less than" if strictly else "at most"
-        return f"{low}={a}: must be {want} {high}={b}; lower it, or raise the other"
-
-    return Relation(command, (low, high), fails)
-
-
-FOLDER = (
-    "name the folder or the Mooncake store that the server writes to, as in: "
-    "speculators-nb serve VERIFIER --hidden-states FOLDER"
-)
-
-
-def _somebody_answers(values):
-    if values["verifier"] is None and values["server"] is None:
-        return "verifier=None: nothing would write the answers; give verifier (in this process) or server (its address)"
-
-
-def _no_evaluations(values):
-    if values["early_stopping_patience"] is not None and values["eval_share"] == 0:
-        patience = values["early_stopping_patience"]
-        return (
-            f"early_stopping_patience={patience}: needs evaluations"
-            ", and eval_share=0 holds no row out; raise eval_share, or leave this out"
-        )
-
-
-def _nothing_decoded(values):
-    if values["decode_prompts"] is not None and values["eval_share"] == 0:
-        return (
-            f"decode_prompts={shown(values['decode_prompts'])}: is decoded at each evaluation"
-            ", and eval_share=0 holds no row out; raise eval_share, or leave this out"
-        )
-
-
-def _best_is_kept(values):
-    saves, evaluates = values["save_strategy"], values.get("eval_strategy", "epoch")
-    keeps = values["eval_share"] != 0 and values.get("load_best_model_at_end", True)
-    if keeps and saves not in (evaluates, "best"):
-        return (
-            f"save_strategy={shown(saves)}: the checkpoint of the best evaluation is kept, with "
-            f"eval_share={shown(values['eval_share'])} and eval_strategy={shown(evaluates)}; save as often as you "
-            "evaluate, or set load_best_model_at_end=false"
-        )
-
-
-def _no_storage(values, wanted):
-    if wanted and values["storage"] is None:
-        return f"storage=None: is missing; {FOLDER}"
+def _apart(values: Mapping, source: str, output: str) -> None:
+    "Errors: ValueError where what is made is what it is made from."
+    given = [values.get(source), values.get(output)]
+    paths = [os.path.realpath(path) for path in given if isinstance(path, (str, os.PathLike))]
+    if len(paths) == 2 and paths[0] == paths[1]:
+        raise ValueError(f"{output}={shown(os.fspath(values[output]))}: is {source} itself; name another place")
 
 
 NO_WEIGHTS = ("ngram", "ngram_gpu", "suffix")  # methods without a draft checkpoint
+FILTERS = dict(top_p=1.0, top_k=0, min_p=0.0)  # of sampling: name -> default, which is off
 
 
-def _one_length(values):
-    k = values["k"] if isinstance(values["k"], (list, tuple)) else [values["k"]]
-    if values["engine"] == "reference" and (len(k) > 1 or 0 in k):
-        return (
-            f"k={shown(values['k'])}: the reference decoder measures one draft length at a "
-            "time, of at least 1; give one, e.g. 4, or set engine=vllm"
+def _check_filters(values: Mapping, decider: str) -> None:
+    "A filter of sampling has an effect only where a temperature is above 0."
+    given: Any = values.get(decider)
+    temperatures = given if hasattr(given, "__iter__") else [given or 0]
+    if max(temperatures, default=0) <= 0:
+        why = f"has no effect with {decider}={shown(given)}, which is greedy; leave it out, or set {decider}=1"
+        for name, default in FILTERS.items():
+            _leave_out(values, name, why, default)
+
+
+def _check_together(values: Mapping) -> None:
+    "Options of any command or function that depend on each other. Errors: ValueError."
+    get = values.get
+    rank, world_size = get("rank"), get("world_size")
+    if rank is not None and world_size is not None and rank >= world_size:
+        raise ValueError(f"{rank=}: must be less than {world_size=}; lower it, or raise the other")
+    low, high = get("down_sample_ratio_min"), get("down_sample_ratio")
+    if low is not None and high is not None and low > high:
+        raise ValueError(f"down_sample_ratio_min={low}: must be at most down_sample_ratio={high}; lower it")
+    if get("eval_share") == 0:
+        none = "and eval_share=0 holds no row out; raise eval_share, or leave this out"
+        _leave_out(values, "early_stopping_patience", f"needs evaluations, {none}")
+        _leave_out(values, "decode_prompts", f"is decoded at each evaluation, {none}")
+    saves, evaluates = get("save_strategy"), get("eval_strategy", "epoch")
+    keeps = get("eval_share", 0) != 0 and get("load_best_model_at_end", True)
+    if keeps and "save_strategy" in values and saves not in (evaluates, "best"):
+        raise ValueError(
+            f"save_strategy={shown(saves)}: the checkpoint of the best evaluation is kept, with "
+            f"eval_share={shown(get('eval_share'))} and eval_strategy={shown(evaluates)}; save as often as you "
+            "evaluate, or set load_best_model_at_end=false"
+        )
+    if (weight := get("per_position_loss_weight")) not in (None, "fixed-exp-decay"):
+        why = f"per_position_loss_weight={shown(weight)} weighs every drafted token already; leave one of them out"
+        _leave_out(values, "step_weights", why, default=None)
+    if "temperatures" in values:
+        _check_filters(values, "temperatures")
+
+
+def _check_storage(values: Mapping) -> None:
+    if values.get("storage", "") is None:
+        raise ValueError(
+            "storage=None: is missing; name the folder or the Mooncake store that the server writes to, as in: "
+            "speculators-nb serve VERIFIER --hidden-states FOLDER"
         )
 
 
-def _what_drafts(values):
-    method, drafter, verifier = (values[n] for n in ("method", "drafter", "verifier"))
-    if drafter is None and method is None and values["server"] is None:
-        return (
+def _check_regenerate(values: Mapping) -> None:
+    if values.get("verifier", "") is None and values.get("server", "") is None:
+        raise ValueError(
+            "verifier=None: nothing would write the answers; give verifier (in this process) or server (its address)"
+        )
+    _apart(values, "data", "output")
+    if values.get("server") is not None:
+        _leave_out(values, "self_prompts", "are written in this process; leave it out")
+
+
+def _check_prepare(values: Mapping) -> None:
+    _apart(values, "data", "output_dir")
+    _apart(values, "verifier", "output_dir")
+
+
+def _check_features(values: Mapping) -> None:
+    _check_prepare(values)
+    source = values.get("source", "hf")
+    if source == "vllm":
+        _check_storage(values)
+        why = "has no effect with source=vllm; leave it out, or set source=hf"
+        for name, default in (("device", None), ("attn_implementation", None), ("compute_dtype", "auto")):
+            _leave_out(values, name, why, default)
+    elif "source" in values:
+        _leave_out(values, "storage", f"has no effect with source={source}; leave it out, or set source=vllm")
+
+
+def _check_train(values: Mapping) -> None:
+    _apart(values, "data_dir", "output_dir")
+    _apart(values, "verifier", "output_dir")
+    if values.get("server") is not None:
+        _check_storage(values)
+    elif "server" in values:
+        _leave_out(values, "storage", "has no effect without a server; leave it out, or give server")
+    more = pairs(values.get("extra"))
+    if taken := sorted(more.keys() & values.keys()):
+        option = f"--{taken[0].replace('_', '-')}"
+        given = shown(f"{taken[0]}={more[taken[0]]}")
+        raise ValueError(f"extra={given}: has an option of its own; use {option}")
+    if more:
+        check_options({name: v for name, v in values.items() if name != "extra"} | more)
+
+
+# options of `evaluate` that one engine alone reads: name -> default
+ONLY_VLLM = dict(
+    server=None, concurrency=None, max_model_len=None, vllm=None, extra=None, dtype="auto", load="requests"
+)
+ONLY_HERE = dict(rule="standard", as_engine=False, device=None, attn_implementation=None, kv_cache="dynamic")
+
+
+def _check_what_drafts(drafter: Any, method: str | None, verifier: Any, server: str | None) -> None:
+    if drafter is None and method is None and server is None:
+        raise ValueError(
             "drafter is missing: write evaluate DRAFTER DATA, or give method ngram, suffix or "
             "mtp (heads of the verifier), and verifier"
         )
     if method in NO_WEIGHTS and drafter is not None:
-        return (
+        raise ValueError(
             f"drafter={shown(str(drafter))}: method={method} drafts without one; leave it out, "
             "and name the model as verifier"
         )
     if method is not None and drafter is None and method not in (*NO_WEIGHTS, "mtp"):
-        return f"drafter is missing: method={method} needs one; give its folder or hub id"
+        raise ValueError(f"drafter is missing: method={method} needs one; give its folder or hub id")
     alone = drafter is None and method is not None
     if verifier is None and (alone or method == "draft_model"):
-        return f"verifier=None: method={method} needs the model that is to write; give it"
+        raise ValueError(f"verifier=None: method={method} needs the model that is to write; give it")
 
 
-def _one_temperature(values):
-    several = values["temperature"]
-    if values["method"] == "suffix" and isinstance(several, (list, tuple)) and several[1:]:
-        return f"temperature={shown(several)}: method=suffix remembers the answers at the first; measure one at a time"
-
-
-def _no_min_p(values):
-    if values["min_p"] and values["engine"] == "vllm" and values["server"] is None:
-        return (
-            f"min_p={shown(values['min_p'])}: vLLM 0.32 does not take it with speculative "
-            "decoding; leave it out, or set engine=reference"
+def _check_evaluate(values: Mapping) -> None:
+    get, engine, k = values.get, values.get("engine"), values.get("k", 1)
+    lengths = k if isinstance(k, (list, tuple)) else [k]
+    if engine == "reference" and (len(lengths) > 1 or 0 in lengths):
+        raise ValueError(
+            f"k={shown(k)}: the reference decoder measures one draft length at a "
+            "time, of at least 1; give one, e.g. 4, or set engine=vllm"
         )
-
-
-def _weighed_twice(values):
-    weight = values["per_position_loss_weight"]
-    if values["step_weights"] is not None and weight not in (None, "fixed-exp-decay"):
-        return (
-            f"step_weights={shown(values['step_weights'])}: per_position_loss_weight={shown(weight)} weighs "
-            "every drafted token already; leave one of them out"
+    if values.keys() >= {"drafter", "method", "verifier", "server"}:
+        _check_what_drafts(get("drafter"), get("method"), get("verifier"), get("server"))
+    several = get("temperature")
+    if get("method") == "suffix" and isinstance(several, (list, tuple)) and several[1:]:
+        raise ValueError(
+            f"temperature={shown(several)}: method=suffix remembers the answers at the first; measure one at a time"
         )
+    if engine == "vllm" and "server" in values and get("server") is None:
+        why = "vLLM 0.32 does not take it with speculative decoding; leave it out, or set engine=reference"
+        _leave_out(values, "min_p", why)
+    _apart(values, "data", "output_dir")
+    if engine is not None:
+        other = "vllm" if engine == "reference" else "reference"
+        for name, default in (ONLY_VLLM if engine == "reference" else ONLY_HERE).items():
+            _leave_out(
+                values, name, f"has no effect with engine={engine}; leave it out, or set engine={other}", default
+            )
+    if "temperature" in values:
+        _check_filters(values, "temperature")
+    if get("server") is not None:
+        for name in ("k", "method"):
+            _leave_out(values, name, "is decided when a server starts, and this one runs already; leave it out")
+    check_vllm_arguments(get("extra") or ())
 
 
-# options of `evaluate` that one engine alone reads: name -> default
-ONLY_VLLM = dict.fromkeys(("server", "concurrency", "max_model_len", "vllm", "extra"))
-ONLY_VLLM |= dict(dtype="auto", load="requests")
-FILTERS = dict(top_p=1.0, top_k=0, min_p=0.0)  # of sampling: name -> default, which is off
-ONLY_LOCAL = dict(rule="standard", as_engine=False, device=None)
-ONLY_LOCAL |= dict(attn_implementation=None, kv_cache="dynamic")
-RUNNING = "is decided when a server starts, and this one runs already"
-ALONE = "hidden_states serves the verifier alone"
-RELATIONS = [
-    ordered(None, "rank", "world_size", strictly=True),
-    ordered(None, "down_sample_ratio_min", "down_sample_ratio"),
-    Relation(None, ("early_stopping_patience", "eval_share"), _no_evaluations),
-    Relation(None, ("decode_prompts", "eval_share"), _nothing_decoded),
-    Relation(None, ("save_strategy", "eval_share"), _best_is_kept),
-    Relation(None, ("step_weights", "per_position_loss_weight"), _weighed_twice),
-    Relation("regenerate", ("verifier", "server"), _somebody_answers),
-    Relation("features", ("source", "storage"), lambda v: _no_storage(v, v["source"] == "vllm")),
-    Relation("train", ("server", "storage"), lambda v: _no_storage(v, v["server"] is not None)),
-    Relation("evaluate", ("engine", "k"), _one_length),
-    Relation("evaluate", ("drafter", "method", "verifier", "server"), _what_drafts),
-    Relation("evaluate", ("method", "temperature"), _one_temperature),
-    Relation("evaluate", ("engine", "min_p", "server"), _no_min_p),
-    apart("regenerate", "data", "output"),
-    excludes("regenerate", "self_prompts", "server", "are written in this process"),
-    apart("report", "prepared", "output_dir"),
-    apart("train", "data_dir", "output_dir"),
-    *(apart(c, "data", "output_dir") for c in ("prepare", "features", "evaluate")),
-    *(apart(c, "verifier", "output_dir") for c in ("prepare", "features", "train")),
-    *(counts_only_with("evaluate", n, "engine", "vllm", d) for n, d in ONLY_VLLM.items()),
-    *(counts_only_with("evaluate", n, "engine", "reference", d) for n, d in ONLY_LOCAL.items()),
-    *(counts_only_above_zero(None, n, "temperatures", d) for n, d in FILTERS.items()),
-    *(counts_only_above_zero("evaluate", n, "temperature", d) for n, d in FILTERS.items()),
-    *(excludes("evaluate", name, "server", RUNNING) for name in ("k", "method")),
-    counts_only_with("features", "storage", "source", "vllm"),
-    *(counts_only_with("features", name, "source", "hf") for name in ("device", "attn_implementation")),
-    counts_only_with("features", "compute_dtype", "source", "hf", "auto"),
-    needs("train", "storage", "server", "has no effect without a server"),
-    needs("serve", "aux_layer_ids", "hidden_states", "has no effect without hidden_states"),
-    *(excludes("serve", n, "hidden_states", ALONE) for n in ("k", "method", "native", "verifier")),
-]
+def _check_serve(values: Mapping) -> None:
+    if values.get("hidden_states") is not None:
+        for name in ("k", "method", "native", "verifier"):
+            _leave_out(values, name, "hidden_states serves the verifier alone; leave it out")
+    elif "hidden_states" in values:
+        why = "has no effect without hidden_states; leave it out, or give hidden_states"
+        _leave_out(values, "aux_layer_ids", why)
+    check_vllm_arguments(values.get("extra") or ())
+
+
+# what depends on each other in a command; a function or a section of a recipe may give some of its options alone
+CHECKS: dict[str, Callable[[Mapping], None]] = {
+    "regenerate": _check_regenerate,
+    "prepare": _check_prepare,
+    "features": _check_features,
+    "report": lambda values: _apart(values, "prepared", "output_dir"),
+    "train": _check_train,
+    "evaluate": _check_evaluate,
+    "serve": _check_serve,
+}
 
 
 MOST_DRAFTED = 4096  # tokens in a step
@@ -748,6 +718,7 @@ RULES |= {
     "extra": several(text("warmup_steps=100"), "warmup_steps=100", none=True),
 }
 
+# of transformers' training arguments; `train.training_arguments` refuses those that would have no effect
 RULES |= {
     "max_steps": whole(1000, -1, test=no_steps_problem),
     "muon_learning_rate": number(1e-3, above=0, none=True),
@@ -757,10 +728,7 @@ RULES |= {
     "weight_decay": number(0.01, low=0),
     "adam_beta1": number(0.9, low=0, below=1),
     "adam_beta2": number(0.999, low=0, below=1),
-    "adam_epsilon": number(1e-8, above=0),
     "max_grad_norm": number(1.0, low=0),
-    "label_smoothing_factor": number(0.0, low=0, below=1),
-    "neftune_noise_alpha": number(5.0, low=0, none=True),
     "metric_for_best_model": text("loss", none=True),
     "logging_strategy": word("no", "steps", "epoch"),
     "eval_strategy": word("no", "steps", "epoch", none=True),
@@ -775,8 +743,6 @@ RULES |= {
     "data_seed": whole(0, none=True, **SEED),
     "dataloader_num_workers": whole(2, 0, 1024),
     "dataloader_prefetch_factor": whole(2, 1, 1024, none=True),
-    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), whole(1, 1)),
-    "eval_accumulation_steps": whole(1, 1, none=True),
     "torch_empty_cache_steps": whole(100, 1, none=True),
     "ddp_timeout": whole(1800, 1),
     "ddp_bucket_cap_mb": whole(25, 1, none=True),
@@ -788,14 +754,10 @@ RULES |= {
 }
 
 RULES |= switches(
-    """fp16 logging_first_step load_best_model_at_end eval_on_start save_only_model
-    ignore_data_skip full_determinism use_cpu torch_compile
-    dataloader_pin_memory dataloader_persistent_workers dataloader_drop_last
-    dataloader_in_order bf16_full_eval fp16_full_eval logging_nan_inf_filter push_to_hub
-    skip_memory_metrics remove_unused_columns auto_find_batch_size
-    average_tokens_across_devices prediction_loss_only save_on_each_node
-    restore_callback_states_from_checkpoint log_on_each_node enable_jit_checkpoint
-    use_liger_kernel eval_do_concat_batches batch_eval_metrics hub_always_push
+    """logging_first_step load_best_model_at_end eval_on_start ignore_data_skip full_determinism
+    use_cpu torch_compile dataloader_pin_memory dataloader_persistent_workers dataloader_in_order
+    push_to_hub skip_memory_metrics remove_unused_columns save_on_each_node log_on_each_node
+    restore_callback_states_from_checkpoint enable_jit_checkpoint hub_always_push
     eval_use_gather_object do_train do_eval do_predict"""
 )
 RULES |= switches(
@@ -935,22 +897,6 @@ def check_options(values: Mapping, where: str = "") -> None:
             if rule.alone and isinstance(value, (list, tuple)) and len(value) == 1:
                 plain = value[0]
             raise ValueError(f"{name}={shown(plain)}: {wrong}")
-    for command, names, fails in RELATIONS:
-        applies = command in (None, where) and all(name in values for name in names)
-        if applies and (wrong := fails(values)):
-            raise ValueError(wrong)
-    if where == "train":
-        _further(values)
-    elif where in ("serve", "evaluate"):
-        check_vllm_arguments(values.get("extra") or ())
-
-
-def _further(values):
-    "Training arguments that have no option of their own."
-    more = pairs(values.get("extra"))
-    if taken := sorted(more.keys() & values.keys()):
-        option = f"--{taken[0].replace('_', '-')}"
-        given = shown(f"{taken[0]}={more[taken[0]]}")
-        raise ValueError(f"extra={given}: has an option of its own; use {option}")
-    if more:
-        check_options({name: v for name, v in values.items() if name != "extra"} | more)
+    _check_together(values)
+    if where in CHECKS:
+        CHECKS[where](values)

@@ -203,11 +203,9 @@ def _ranges_finding(table) -> str:
         rows = rows[rows.temperature == first.temperature]
     begin, end = rows.iloc[0], rows.iloc[-1]
     if {"mean_length_low", "mean_length_high"} <= {*rows.columns}:
-        apart = (
-            begin.mean_length_low > end.mean_length_high
-            or begin.mean_length_high < end.mean_length_low
-        )
-        if not apart:  # nor where an interval is not known
+        falls = begin.mean_length_low > end.mean_length_high
+        rises = begin.mean_length_high < end.mean_length_low
+        if not (falls or rises):  # nor where an interval is not known
             return (
                 f"{first.drafter} from {begin.range} to {end.range} ({begin['by']}): "
                 "no change beyond the intervals"
@@ -240,10 +238,8 @@ def plot_ranges(
         for i, (name, t) in enumerate(lines):
             own = rows[rows.drafter == name]
             own = own[own.temperature == t] if "temperature" in own else own
-            x = (
-                np.array([names.index(r) for r in own.range])
-                + (i - (len(lines) - 1) / 2) * 0.06
-            )
+            shift = (i - (len(lines) - 1) / 2) * 0.06
+            x = np.array([names.index(r) for r in own.range]) + shift
             label = f"{name}, T={t:g}" if hottest else name
             colour, marker = drafters[name]
             style: dict[str, Any] = dict(color=colour, marker=marker, markersize=6)
@@ -314,30 +310,19 @@ def plot_loss(
     "Training loss against steps, one colour per drafter; the validation loss dashed."
     if ax is None:
         ax = _own_axes()
-    groups: list[tuple[Any, pd.DataFrame]] = (
-        list(log.groupby("drafter", sort=False)) if "drafter" in log else [("", log)]
-    )
-    looks = (
-        look([name for name, _ in groups])
-        if "drafter" in log
-        else {"": (COLOURS["eagle3"], MARKERS["eagle3"])}
-    )
+    groups: list[tuple[Any, pd.DataFrame]] = [("", log)]
+    looks = {"": (COLOURS["eagle3"], MARKERS["eagle3"])}
+    if "drafter" in log:
+        groups = list(log.groupby("drafter", sort=False))
+        looks = look([name for name, _ in groups])
+    columns = ("loss", "training", "-"), ("eval_loss", "validation", "--")
     for name, rows in groups:
-        colour, marker = looks[name]
-        for column, label, style in (
-            ("loss", "training", "-"),
-            ("eval_loss", "validation", "--"),
-        ):
+        for column, label, line in columns:
             if column in rows and (kept := rows.dropna(subset=[column])).size:
-                ax.plot(
-                    kept["step"],
-                    kept[column],
-                    style,
-                    color=colour,
-                    label=f"{name} {label}".strip(),
-                    marker=marker if len(kept) < 15 else None,
-                    markersize=4,
-                )
+                colour, marker = looks[name]
+                style: dict[str, Any] = dict(color=colour, label=f"{name} {label}".strip())
+                style |= dict(marker=marker, markersize=4) if len(kept) < 15 else {}
+                ax.plot(kept["step"], kept[column], line, **style)
     ax.legend(frameon=False)
     return _finish(ax, title, "step", "loss (nats per row)")
 
@@ -413,43 +398,25 @@ def plot_tree(
     path = {-1, *(int(i) for i in accepted)}
     deepest = max(depth.values())
     fig, ax = new_axes(1.1 + 1.15 * deepest, 0.9 + 0.42 * leaves)
+    centred: dict[str, Any] = dict(ha="center", va="center")
     for node in order:
         kept = node in path
         if node >= 0:
             x = np.array([depth[parents[node]], depth[node]])
             y = np.array([height[parents[node]], height[node]])
-            line = (
-                dict(color=fill, linewidth=2.5) if kept else dict(color="#aaaaaa", linewidth=1)
-            )
-            ax.plot(x, y, zorder=1, **line)
+            colour, width = (fill, 2.5) if kept else ("#aaaaaa", 1)
+            ax.plot(x, y, zorder=1, color=colour, linewidth=width)
             if weights is not None:
-                third, height_there = x @ [1 / 3, 2 / 3], y @ [1 / 3, 2 / 3]
-                ground = dict(facecolor="white", edgecolor="none", pad=0.5)
-                text = f"{float(weights[node]):.2f}"
-                ax.text(
-                    third,
-                    height_there,
-                    text,
-                    ha="center",
-                    va="center",
-                    fontsize=7,
-                    zorder=2,
-                    bbox=ground,
+                place, text = (
+                    (x @ [1 / 3, 2 / 3], y @ [1 / 3, 2 / 3]),
+                    f"{float(weights[node]):.2f}",
                 )
-        box = dict(boxstyle="round,pad=0.3", edgecolor="none")
-        box["facecolor"] = fill if kept else "#eeeeee"
+                ground = dict(fc="white", ec="none", pad=0.5)
+                ax.text(*place, text, fontsize=7, zorder=2, bbox=ground, **centred)
+        box = dict(boxstyle="round,pad=0.3", fc=fill if kept else "#eeeeee", ec="none")
         colour = "white" if kept else "#222222"
-        ax.text(
-            depth[node],
-            height[node],
-            texts[node],
-            ha="center",
-            va="center",
-            fontsize=9,
-            zorder=3,
-            color=colour,
-            bbox=box,
-        )
+        place = depth[node], height[node]
+        ax.text(*place, texts[node], fontsize=9, zorder=3, color=colour, bbox=box, **centred)
     ax.set(xticks=range(deepest + 1), yticks=[])
     ax.set(xlim=(-0.4, deepest + 0.5), ylim=(leaves - 0.4, -0.6))
     ax.spines["left"].set_visible(False)

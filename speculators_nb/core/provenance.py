@@ -69,30 +69,16 @@ SECRET_TEXT = [
 
 @functools.cache
 def _spellings(secret) -> tuple[str, ...]:
-    "A secret as texts may hold it."
-    return tuple(_spell(secret))
-
-
-def _spell(secret):
-    """A secret as texts may hold it: plain, in an address, in JSON, in Python, in HTML, in
-    hexadecimal digits, and in base64, also in the middle of what was encoded (`user:key`)."""
-    yield secret
-    yield quote(secret)
-    yield quote(secret, safe="")
-    yield json.dumps(secret)[1:-1]
-    yield repr(secret)[1:-1]
-    yield html.escape(secret)
+    """A secret as texts may hold it: plain, in an address, in JSON, in HTML, in hexadecimal digits, and in base64, also
+    in the middle of what was encoded (`user:key`)."""
     content = secret.encode("utf-8", "surrogateescape")
-    for digits in (content.hex(), content.hex(":"), content.hex(" ")):
-        yield from (digits, digits.upper())
-    yield "".join(f"%{byte:02X}" for byte in content)
-    yield base64.b32encode(content).decode().rstrip("=")
-    for before in range(3):  # bytes before it, in its group of three
-        text = base64.b64encode(bytes(before) + content)
-        # the digits that the secret decides alone
-        start, end = -(-8 * before // 6), 8 * (before + len(content)) // 6
-        for part in (text[start:].decode(), text[start:end].decode()):
-            yield from (part, part.replace("+", "-").replace("/", "_"))
+    in_base64 = []
+    for before in range(3):  # bytes before it, in its group of three; the digits that it decides alone
+        digits = base64.b64encode(bytes(before) + content).decode()
+        in_base64.append(digits[-(-8 * before // 6) : 8 * (before + len(content)) // 6])
+    safe_for_addresses = [digits.replace("+", "-").replace("/", "_") for digits in in_base64]
+    in_text = secret, quote(secret), quote(secret, safe=""), json.dumps(secret)[1:-1], html.escape(secret)
+    return (*in_text, content.hex(), content.hex().upper(), *in_base64, *safe_for_addresses)
 
 
 def _known_secrets() -> list[str]:

@@ -3,6 +3,7 @@ verifier's processor. Loss masks are carried over from the text; pixel values ar
 
 import base64
 import binascii
+import contextlib
 import copy
 import functools
 import hashlib
@@ -16,7 +17,6 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import httpcore
 import httpx
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from PIL import Image, UnidentifiedImageError
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from ..core.files import atomic_write
-from ..core.http_client import LimitedBackend, limited_transport, proxy_for, read_reply, time_limit
+from ..core.http_client import proxy_for, read_reply, time_left, time_limit
 from .chat_encoding import ALL, Rows, Trained, mask_of
 from .chat_template import ChatTemplate, merge_turns, tokenizer_errors, turns_of
 from .messages import check_text, normalize, tools_of
@@ -73,19 +73,6 @@ def public_addresses(
 PICTURE_BYTES, PICTURE_SECONDS, HOPS = 32 << 20, 60, 5
 
 
-class _PublicBackend(LimitedBackend):
-    "Connects to public addresses only."
-
-    def connect_tcp(self, host, port, timeout=None, local_address=None, socket_options=None):
-        error = httpcore.ConnectError(f"the host {host!r} has no address")
-        for address in public_addresses(host, port):
-            try:
-                return super().connect_tcp(address, port, timeout, local_address, socket_options)
-            except httpcore.ConnectError as e:
-                error = e
-        raise error
-
-
 def _checked(address) -> httpx.URL:
     "The parsed address of one hop. ValueError: not http or https, or with a password."
     try:
@@ -99,23 +86,37 @@ def _checked(address) -> httpx.URL:
     return url
 
 
-def _client(url) -> httpx.Client:
-    "A client for one hop."
+def _addresses(url, proxy) -> list[str]:
+    "Where to connect for one hop: to addresses that are public; a name that only a proxy can look up is left to it."
+    try:
+        socket.getaddrinfo(url.host, None)
+    except (OSError, UnicodeError):
+        if proxy:
+            return [url.host]
+    addresses = public_addresses(url.host, url.port or 443)
+    return [url.host] if proxy else addresses
+
+
+@contextlib.contextmanager
+def _reply(url):
+    """The reply of one hop. The connection goes to an address that was found to be public: the name could lead
+    elsewhere a moment later."""
     proxy = proxy_for(url)
-    if proxy:
-        try:
-            socket.getaddrinfo(url.host, None)
-        except (OSError, UnicodeError):
-            pass  # a name that only the proxy can look up
+    headers = {"Accept": "image/*", "Accept-Encoding": "identity"}
+    with httpx.Client(proxy=proxy, verify=httpx.create_ssl_context(), trust_env=False, headers=headers) as client:
+        request = client.build_request("GET", url, timeout=time_left(PICTURE_SECONDS))
+        request.extensions["sni_hostname"] = url.host
+        *others, last = _addresses(url, proxy)
+        for address in others:
+            request.url = url.copy_with(host=address)
+            with contextlib.suppress(httpx.ConnectError, httpx.ConnectTimeout):
+                reply = client.send(request, stream=True)
+                break
         else:
-            public_addresses(url.host, url.port or 443)
-    transport = limited_transport(None if proxy else _PublicBackend(), proxy=proxy)
-    return httpx.Client(
-        transport=transport,
-        trust_env=False,
-        timeout=PICTURE_SECONDS,
-        headers={"Accept": "image/*", "Accept-Encoding": "identity"},
-    )
+            request.url = url.copy_with(host=last)
+            reply = client.send(request, stream=True)
+        with contextlib.closing(reply):
+            yield reply
 
 
 def shown_address(
@@ -150,7 +151,7 @@ def fetch_picture(
 def _fetch(address, largest):
     for _ in range(HOPS + 1):
         url = _checked(address)
-        with _client(url) as client, client.stream("GET", url) as reply:
+        with _reply(url) as reply:
             if not reply.has_redirect_location:
                 if reply.status_code != 200:
                     raise ValueError(f"status {reply.status_code}")
