@@ -24,7 +24,7 @@ def picker(g):
 
 
 def random_layer(pick):
-    "One or two layers with windows."
+    "One or two layers with windows, some causal in the block whatever the window, some with attention sinks."
     layers = pick(1, 2)
     return Qwen3Config(
         hidden_size=H,
@@ -37,6 +37,8 @@ def random_layer(pick):
         layer_types=[pick("full_attention", "sliding_attention") for _ in range(layers)],
         sliding_window=pick(3, 7),
         use_sliding_window=True,
+        is_causal=pick(None, True, False),
+        add_swa_attention_sink_bias=pick(True, False),
     )
 
 

@@ -149,10 +149,18 @@ def drafter(draw, kind):
             "v",
             K,
         )
-    if kind in ("dflash", "dflash2"):
+    if kind in ("dflash", "dflash2", "dspark"):
         layer, B = layers(draw, ("qwen3",)), draw(st.integers(2, 6))
         slides = "sliding_attention" in layer.layer_types
-        new = {}
+        for option in ("is_causal", "add_swa_attention_sink_bias"):
+            if draw(st.booleans()):
+                setattr(layer, option, True)
+        new, first = {}, 1
+        if kind == "dspark":
+            heads = dict(markov_head_type=draw(st.sampled_from(["vanilla", "gated", "rnn"])), markov_rank=3)
+            reads = draw(st.sampled_from([(True, True), (True, False), (False, False)]))
+            new = heads | dict(zip(("enable_confidence_head", "confidence_head_with_markov"), reads))
+            new["sample_from_anchor"] = not (first := draw(st.integers(0, 1)))
         if kind == "dflash2":
             vd, sizes = V, st.integers(1, 2)
             new = dict(conv_kernel_size=draw(sizes), conv_group_size=2 * draw(sizes))
@@ -169,7 +177,7 @@ def drafter(draw, kind):
             ),
             mapping(vd, seed),
             "v",
-            draw(st.integers(1, B - 1)),
+            draw(st.integers(1, B - first)),
         )
     if kind == "medusa":
         return (
@@ -228,6 +236,7 @@ KINDS = {
     "eagle3": "eagle3",
     "dflash": "dflash",
     "dflash2": "dflash2",
+    "dspark": "dspark",
     "medusa": "medusa",
     "medusa_original": "medusa",
     "mlp_speculator": "mlp",
@@ -541,11 +550,11 @@ def test_dflash_as_others_write_it(home, tmp_path):
         and forced.transformer_layer_config.sliding_window == 9
         and forced.sliding_window_non_causal
     )
+    for name in ("causal", "causal_head"):  # z-lab's and vLLM's word, JetSpec's
+        source = rewritten(native, tmp_path / name, config=dict(dflash_config=raw["dflash_config"] | {name: True}))
+        made = SpeculatorModelConfig.from_pretrained(convert(source, tmp_path / f"{name} made", home / "v"))
+        assert made.transformer_layer_config.is_causal and not made.sliding_window_non_causal
     for change, says in (
-        (
-            dict(config=dict(dflash_config=raw["dflash_config"] | dict(causal=True))),
-            "causal is True for layers with full attention",
-        ),
         (
             dict(config=dict(dflash_config=raw["dflash_config"] | dict(target_layer_ids=[1, LAYERS - 1]))),
             "reads the last of the verifier's 8 layers",
@@ -569,6 +578,91 @@ def test_dflash_as_others_write_it(home, tmp_path):
     with pytest.raises(ValueError, match="sample_from_anchor is True"):
         export_native(tmp_path / "shifted", tmp_path / "no")
     assert not (tmp_path / "no").exists()
+
+
+def in_four_bits(weight):
+    "A matrix as ModelOpt stores it (NVFP4), entry by entry, and what is meant."
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    by_tensor = (weight.abs().max() / 6 / 448).float()
+    groups = weight.unflatten(-1, (-1, 16))
+    scale = (groups.abs().amax(-1) / 6 / by_tensor).to(torch.float8_e4m3fn)
+    nibbles, meant = torch.zeros(weight.shape, dtype=torch.uint8), torch.zeros(weight.shape)
+    for row in range(len(weight)):
+        for column in range(weight.shape[1]):
+            unit = float(scale[row, column // 16]) * float(by_tensor)
+            x = float(weight[row, column]) / unit
+            code = min(range(8), key=lambda i: abs(values[i] - abs(x)))
+            nibbles[row, column] = code + 8 * (x < 0)
+            meant[row, column] = (-1 if x < 0 else 1) * values[code] * unit
+    return nibbles[:, ::2] + 16 * nibbles[:, 1::2], scale, by_tensor, meant.bfloat16()
+
+
+def test_dspark_as_released(home, tmp_path):
+    """NVIDIA's DSpark of Nemotron 3.5: causal layers with a window and sinks, no confidence head, weights of the MLP in
+    four bits. It is read, trains a step, and is written in the same layout."""
+    window = dict(use_swa=True, swa_window_size=8, attention_sink_bias=True, causal=True)
+    raw = dict(
+        {k: v for k, v in SHAPE.items() if k != "tie_word_embeddings"},
+        architectures=["Qwen3DSparkModel"],
+        model_type="qwen3",
+        intermediate_size=32,
+        num_hidden_layers=2,
+        layer_types=["sliding_attention"] * 2,
+        sliding_window=8,
+        rope_parameters=None,
+        rope_theta=10000,
+        rms_norm_eps=1e-6,
+        block_size=4,
+        draft_vocab_size=None,
+        attention_sink_bias=True,
+        dspark_bonus_anchor=True,
+        sample_from_anchor=False,
+        markov_rank=3,
+        markov_head_type="vanilla",
+        mask_token_id=7,
+        target_layer_ids=[1, 4],
+        dflash_config=window | dict(mask_token_id=7, target_layer_ids=[1, 4], sample_from_anchor=False),
+    )
+    layer = Qwen3Config(**{k: raw[k] for k in raw if k in Qwen3Config().to_dict()}, use_sliding_window=True)
+    layer.add_swa_attention_sink_bias = True
+    fields = dict(markov_rank=3, enable_confidence_head=False, confidence_head_with_markov=False)
+    kind = SpeculatorModel.registered_class("dspark").config_class
+    shapes = kind(transformer_layer_config=layer, draft_vocab_size=V, aux_hidden_state_layer_ids=[2, 5], **fields)
+    state = random_state(shapes, 1, [torch.bfloat16])
+    meant = dict(state)
+    for name in [name for name in state if ".mlp." in name]:
+        state[name], state[f"{name}_scale"], state[f"{name}_scale_2"], meant[name] = in_four_bits(state[name].float())
+    state["embed_tokens.weight"] = weights(home / "v")["model.embed_tokens.weight"].bfloat16()
+    (source := tmp_path / "released").mkdir()
+    save_file(state, source / "model.safetensors")
+    (source / "config.json").write_text(json.dumps(raw))
+    model = SpeculatorModel.from_pretrained(source, verifier=home / "v")
+    c = model.config
+    assert (c.sample_from_anchor, c.sliding_window_non_causal, c.proposed_tokens) == (False, False, 3)
+    assert [(x.window, model.causal_in_block(x)) for x in model.layers] == [(8, True)] * 2
+    same(model.saved_state(), meant)
+    L = 20
+    batch = dict(
+        input_ids=torch.randint(V, (1, L)),
+        hidden_states=torch.randn(1, L, 2 * H),
+        document_ids=torch.zeros(1, L, dtype=torch.long),
+        loss_mask=torch.ones(1, L, dtype=torch.bool),
+        verifier_last_hidden_states=torch.randn(1, L, H),
+    )
+    model.float().train()(**batch).loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p -= p.grad
+    assert all(x.self_attn.attention_sink_bias.grad.any() for x in model.layers)
+    model.bfloat16().save_pretrained(tmp_path / "trained")
+    exported = export_native(tmp_path / "trained", tmp_path / "exported")
+    stored = json.loads((Path(exported) / "config.json").read_text())
+    for name in ("architectures", "sample_from_anchor", "dspark_bonus_anchor", "markov_rank", "target_layer_ids"):
+        assert stored[name] == raw[name]
+    assert stored["dflash_config"]["attention_sink_bias"] and stored["layer_types"] == raw["layer_types"]
+    again = SpeculatorModel.from_pretrained(exported, verifier=home / "v")
+    same(again.saved_state(), model.saved_state())
 
 
 def test_medusa_and_mlp_as_others_write_them(home, tmp_path):

@@ -94,6 +94,7 @@ def random_model(seed, **fixed):
         layer_types=types,
         sliding_window=pick(3, 9),
         use_sliding_window=True,
+        add_swa_attention_sink_bias=bool(seed % 2),
     )
     aux = pick([1], [1, 2], [1, 2, 4])
     fields = (
@@ -424,8 +425,9 @@ def test_the_engines_window(seed):
                 p = 8 + s
                 seen = [j for j in range(13) if j > p - 4 and (j <= p if seed % 2 == 0 else j < p + 4)]
                 kv = h // (4 // len(k))
-                w = torch.softmax(k[kv, seen] @ q[h, s] / 8**0.5, 0)
-                heads[h, s] = w @ v[kv, seen]
+                w = (k[kv, seen] @ q[h, s] / 8**0.5).exp()
+                sinks = layer.self_attn.attention_sink_bias
+                heads[h, s] = w @ v[kv, seen] / (w.sum() + (0 if sinks is None else sinks[h].exp()))
         torch.testing.assert_close(got, model.norm(layer.finish(heads, residual)), rtol=1e-4, atol=1e-5)
 
 
@@ -504,8 +506,11 @@ def test_fresh_checkpoint_keeps_the_contract(pair, tmp_path):
     def layer(**kw):
         return dict(transformer_layer_config=raw["transformer_layer_config"] | kw)
 
+    (tmp_path / "config.json").write_text(json.dumps(raw | layer(is_causal=True)))
+    assert check_vllm_contract(tmp_path) == []
     for change, text in (
         (dict(sliding_window_non_causal=False), "makes every layer causal"),
+        (layer(add_swa_attention_sink_bias=True), "layers.0.self_attn.attention_sink_bias"),
         (layer(layer_types=["full_attention", "sliding_attention"]), "V2 runner"),
         (dict(sample_from_anchor=True), "samples the masks alone"),
         (dict(mask_token_id=None), "mask_token_id is not written"),

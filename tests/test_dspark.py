@@ -116,16 +116,19 @@ def block_by_loops(w, config, batch, anchor):
         past_k = keys(context[past], [int(x["position_ids"][j]) for j in past])
         past_v = list(heads(context[past], "v_proj"))
         own_k, own_v = keys(normed, range(start, start + size)), list(heads(normed, "v_proj"))
+        whole = not sliding or config.sliding_window_non_causal if layer.is_causal is None else not layer.is_causal
+        sinks = w.get(f"layers.{i}.self_attn.attention_sink_bias")
         for s in range(size):
             q = turn(rms(heads(normed[s : s + 1], "q_proj")[0], of("self_attn.q_norm"), eps), start + s, theta)
-            seen = [t for t in range(size) if t <= s or not sliding or config.sliding_window_non_causal]
+            seen = [t for t in range(size) if t <= s or whole]
             k, v = torch.stack(past_k + [own_k[t] for t in seen]), torch.stack(past_v + [own_v[t] for t in seen])
             share = q.shape[0] // k.shape[1]
-            out.append(
-                torch.cat(
-                    [((k[:, h // share] @ q[h]) / d**0.5).softmax(0) @ v[:, h // share] for h in range(q.shape[0])]
-                )
-            )
+            read = []
+            for h in range(q.shape[0]):
+                weight = ((k[:, h // share] @ q[h]) / d**0.5).exp()
+                total = weight.sum() if sinks is None else weight.sum() + sinks[h].exp()
+                read.append(weight @ v[:, h // share] / total)
+            out.append(torch.cat(read))
         hidden = hidden + torch.stack(out) @ of("self_attn.o_proj").T
         m = rms(hidden, of("post_attention_layernorm"), eps)
         hidden = (
@@ -409,8 +412,13 @@ def fresh_dspark(folder, verifier, **args):
 
 @pytest.mark.parametrize(
     "args",
-    [{}, dict(markov_head_type="rnn", sample_from_anchor=False), dict(markov_head_type="gated")],
-    ids=["vanilla", "rnn", "gated"],
+    [
+        {},
+        dict(markov_head_type="rnn", sample_from_anchor=False),
+        dict(markov_head_type="gated"),
+        dict(is_causal=True, attention_sink_bias=True),
+    ],
+    ids=["vanilla", "rnn", "gated", "causal, sinks"],
 )
 def test_greedy_text_is_the_verifiers(tmp_path, args):
     "Token for token, with and without a threshold."
@@ -426,12 +434,12 @@ def test_greedy_text_is_the_verifiers(tmp_path, args):
     assert max(s.requested for s in out.steps) == 3 and not any(s.draft for s in out.steps)
 
 
-@pytest.mark.parametrize("threshold", [None, 0.25])
-def test_sampled_text_has_the_verifiers_law(tmp_path, threshold):
+@pytest.mark.parametrize("threshold, args", [(None, {}), (0.25, dict(is_causal=True, attention_sink_bias=True))])
+def test_sampled_text_has_the_verifiers_law(tmp_path, threshold, args):
     """Pairs of tokens sampled with drafts of two, from a vocabulary of four, against the verifier's own joint law; 900
     draws, chi-square at about 0.999."""
     hf = tiny_verifier(tmp_path, vocab=4)
-    model = fresh_dspark(tmp_path, hf)
+    model = fresh_dspark(tmp_path, hf, **args)
     verifier = Verifier(hf, model.config.aux_hidden_state_layer_ids)
     start, counts = [2, 3, 1], torch.zeros(4, 4)
     g, drafter = torch.Generator().manual_seed(0), model.drafter(threshold)
@@ -502,6 +510,8 @@ def test_serving_violations():
     )
     check = DSparkDraftModel.serving_violations
     assert check(good) == [] and check(good | dict(sample_from_anchor=False, speculators_config={})) == []
+    whole = layer | dict(layer_types=["sliding_attention"], sliding_window=64, is_causal=False)
+    assert check(good | dict(transformer_layer_config=whole, sliding_window_non_causal=True)) == []
     for wrong, words in (
         (dict(markov_head_type="rnn"), "markov_head_type is 'rnn'"),
         (dict(markov_rank=0), "markov_rank is 0"),

@@ -68,7 +68,8 @@ def fresh(algorithm, features):
 
 @pytest.mark.parametrize("algorithm", algorithms())
 def test_weights_of_what_was_scored_in_every_drafter(algorithm, features):
-    "The lean step and the definition agree; every row weighs what the function says of its run."
+    """The lean step and the definition agree; every row weighs what the function says of its run. The shipped `auf` is
+    this function."""
     drafter, row = fresh(algorithm, features)
     seen = []
 
@@ -83,6 +84,7 @@ def test_weights_of_what_was_scored_in_every_drafter(algorithm, features):
     ones = drafter(**row, per_position_loss_weight=lambda drafted: torch.ones(drafted.scored.shape))[1]
     several = seen[0].scored.sum(-1).max() > 1  # EAGLE's runs have one token
     assert 0 < lean <= ones and (lean < ones) == several
+    torch.testing.assert_close(drafter(**row, per_position_loss_weight="auf")[1], lean)
 
 
 def test_one_may_read_the_acceptance(features):

@@ -139,7 +139,7 @@ def _resume(rule, value):
 
 # `nn.losses.register_loss` and `nn.step_weights.register_loss_weight` add to these two
 LOSSES = ["kl_div", "rkl", "jsd", "ce", "soft_ce", "topk_ce", "tv", "nla", "lk_hybrid"]
-LOSS_WEIGHTS = ["fixed-exp-decay", "dpace"]
+LOSS_WEIGHTS = ["fixed-exp-decay", "dpace", "auf"]
 
 
 def _list(rule, value):
@@ -804,7 +804,8 @@ RULES |= switches(
 )
 RULES |= switches(
     """cross_document_targets serving_window use_off_policy_tokens sample_from_anchor as_served
-    sliding_window_non_causal enable_confidence_head confidence_head_with_markov""",
+    sliding_window_non_causal is_causal attention_sink_bias enable_confidence_head
+    confidence_head_with_markov""",
     none=True,
 )
 

@@ -14,7 +14,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch.nn import functional as F
 from transformers import DynamicCache, PretrainedConfig, Qwen3Config
 
 from .base import SpeculatorModel
@@ -37,10 +36,11 @@ from speculators_nb.nn.anchors import (
     chosen_slots,
     select_anchors,
 )
-from ..nn.attention import attention, block_attention
+from ..nn.attention import attention, block_attention, sdpa
 from speculators_nb.nn.layers import (
     ALIKE_FAMILIES,
     LAYER_FAMILIES,
+    SINKS,
     Attention,
     DecoderLayer,
     RMSNorm,
@@ -73,7 +73,8 @@ def as_qwen3_layers(
             f"{LAYER}.model_type is {layer.model_type!r}; draft layers of blocks are qwen3 "
             "(draft_arch='qwen3')"
         )
-    known = {*Qwen3Config().to_dict(), "mlp_bias"} - {"model_type", "transformers_version"}
+    known = {*Qwen3Config().to_dict(), "mlp_bias", "is_causal", SINKS}
+    known -= {"model_type", "transformers_version"}
     fields: dict[str, Any] = {
         name: value for name, value in layer.to_dict().items() if name in known
     }
@@ -117,7 +118,8 @@ class BlockAttention(NamedTuple):
         "Each block over its own keys. Anchors ascend, and none is padding."
 
         def attend(self_attn, x):
-            heads = block_attention(*self.project(self_attn, x), mask, impl=self.impl)
+            parts, sinks = self.project(self_attn, x), self_attn.attention_sink_bias
+            heads = block_attention(*parts, mask, impl=self.impl, sinks=sinks)
             return heads.transpose(0, 1)
 
         return attend
@@ -132,8 +134,9 @@ class BlockAttention(NamedTuple):
             queries = parts.queries.flatten(1, 2)
             keys = torch.cat([parts.keys, parts.own_keys.flatten(1, 2)], 1)
             values = torch.cat([parts.values, parts.own_values.flatten(1, 2)], 1)
-            heads = attention(queries[None], keys[None], values[None], mask, self.impl)[0]
-            return heads.unflatten(1, x.shape[:2]).transpose(0, 1)
+            rows, sinks = queries[None], self_attn.attention_sink_bias
+            heads = attention(rows, keys[None], values[None], mask, self.impl, sinks=sinks)
+            return heads[0].unflatten(1, x.shape[:2]).transpose(0, 1)
 
         return attend
 
@@ -156,8 +159,11 @@ class BlockDrafting(SpeculatorModel):
         return self.config.block_size
 
     def causal_in_block(self, layer: DecoderLayer) -> bool:
-        """Whether a slot attends only to slots up to its own: in sliding layers, unless
-        the config says otherwise."""
+        """Whether a slot attends only to slots up to its own: as `is_causal` of the draft
+        layers says, else in sliding layers, unless the config says otherwise."""
+        is_causal = getattr(self.config.transformer_layer_config, "is_causal", None)
+        if is_causal is not None:
+            return is_causal
         return layer.window is not None and not self.config.sliding_window_non_causal
 
     def mask(
@@ -298,11 +304,11 @@ def cached_block_mask(
     device: torch.device | None = None,
 ) -> torch.Tensor | None:  # [slots, keys] bool, True: attends; None: to all
     "Which keys the slots of one block attend to: those of training with `serving_window`."
-    if window is None:
+    if window is None and not causal:
         return None
-    key = torch.arange(keys, device=device)
+    key, reach = torch.arange(keys, device=device), window or keys
     query = key[-slots:, None]
-    return (key > query - window) & (key <= query if causal else key < query + window)
+    return (key > query - reach) & (key <= query if causal else key < query + reach)
 
 
 Rope = tuple[torch.Tensor, torch.Tensor]  # cos, sin [n, R]
@@ -326,11 +332,7 @@ def cached_block_attention(
         keys, values = cache.update(keys, values, index)
         queries = self_attn.query(x, block_rope)[None]
         mask = cached_block_mask(len(x), keys.shape[-2], window, causal, x.device)
-        grouped = queries.shape[1] != keys.shape[1]
-        heads = F.scaled_dot_product_attention(
-            queries, keys, values, attn_mask=mask, enable_gqa=grouped
-        )
-        return heads[0]
+        return sdpa(queries, keys, values, mask, sinks=self_attn.attention_sink_bias)[0]
 
     return attend
 

@@ -45,7 +45,7 @@ from speculators_nb.models.serving_rules import (
 from ..nn.anchors import Blocks, slot_metrics
 from ..nn.compiled import attention_back_end, to_device
 from ..nn.head_loss import HeadLoss, RowWeight, head_loss
-from ..nn.layers import KINDS, DecoderLayer, RMSNorm, Rotary
+from ..nn.layers import KINDS, SINKS, DecoderLayer, RMSNorm, Rotary
 from ..nn.losses import parse_loss
 from ..nn.step_weights import FIXED, StepWeights
 from ..verifier.cache import crop_cache
@@ -81,6 +81,9 @@ class DFlashSpeculatorConfig(SpeculatorModelConfig):
         if unknown:
             kinds = ", ".join(KINDS)
             raise ValueError(f"{LAYER}.layer_types has {sorted(unknown)}; choose from {kinds}")
+        is_causal = getattr(layer, "is_causal", None)
+        if is_causal is not None:
+            self.sliding_window_non_causal = not is_causal  # an engine may read either
         check_mask_token(self)
         ids = check_layer_ids("aux_hidden_state_layer_ids", self.aux_hidden_state_layer_ids)
         self.aux_hidden_state_layer_ids = ids
@@ -176,6 +179,8 @@ class DFlashDrafter(SlotDrafter):
 # %% ../../nbs/models/10_dflash.ipynb #blk00027
 def one_direction(raw: dict[str, Any], verifier: PretrainedConfig | None = None) -> list[str]:
     "vLLM reads from one field whether all layers are causal in the block."
+    if layer_of(raw).get("is_causal") is not None:  # that one comes first
+        return []
     if "sliding_window_non_causal" not in raw:
         return [
             "sliding_window_non_causal is not written; vLLM then takes all layers for "
@@ -185,7 +190,8 @@ def one_direction(raw: dict[str, Any], verifier: PretrainedConfig | None = None)
         return []
     return [
         "sliding_window_non_causal is False; vLLM then makes every layer causal in the "
-        "block, and full_attention layers are trained bidirectional: set it to True"
+        "block, and full_attention layers are trained bidirectional: set it to True, or "
+        "train with is_causal=True"
     ]
 
 
@@ -240,6 +246,8 @@ class DFlashDraftModel(BlockDrafting):
         "per_position_loss_weight": None,  # by the loss, see `get_trainer_kwargs`
         "mask_token_id": None,  # see `resolve_mask_token`
         "sliding_window_non_causal": None,  # True where no layer slides
+        "is_causal": None,  # in the block, for all layers; None: as the field above says
+        "attention_sink_bias": False,  # a learned score of each head beside its keys
         "target_layer_ids": None,  # three, as vLLM
     }
     drafted_by = "block_size"
@@ -272,7 +280,7 @@ class DFlashDraftModel(BlockDrafting):
 
     def draft_layer(self, index: int) -> DecoderLayer:
         "One layer; a subclass may build another kind."
-        return DecoderLayer(self.config.transformer_layer_config, index)
+        return DecoderLayer(self.config.transformer_layer_config, index, sinks=True)
 
     def context(self, features: torch.Tensor) -> torch.Tensor:  # [..., A·H] -> [..., H]
         "The features of each position, mixed down; every layer makes keys and values of them."
@@ -371,7 +379,7 @@ class DFlashDraftModel(BlockDrafting):
         max_anchors: int | None = None,  # blocks drawn; None: the config's
         loss_config: dict | str = "kl_div",  # see `losses.parse_loss`
         gamma: float = 4.0,  # slots over which a weight falls by a factor of e
-        # fixed-exp-decay, dpace, one of your own (`register_loss_weight`), or a function
+        # fixed-exp-decay, dpace, auf, one of your own (`register_loss_weight`), or a function
         per_position_loss_weight: str | Callable = FIXED,
         dpace_alpha: float = 0.5,  # smoothing of D-PACE
         step_weights: StepWeights = None,  # B weights, or a function of the slot; None: above
@@ -460,14 +468,22 @@ class DFlashDraftModel(BlockDrafting):
     def verifier_fields(
         cls, layer: PretrainedConfig, verifier: str, arguments: dict[str, Any]
     ) -> dict[str, Any]:
-        "The layers that are read, the mask token, and the direction of attention."
+        "The layers that are read, the mask token, and the options of attention."
+        layer = copy.deepcopy(layer)
+        if arguments["is_causal"] is not None:
+            layer.is_causal = arguments["is_causal"]
+        if arguments["attention_sink_bias"]:
+            setattr(layer, SINKS, True)
         non_causal = arguments["sliding_window_non_causal"]
         if non_causal is None:
             non_causal = "sliding_attention" not in (getattr(layer, "layer_types", None) or ())
         mask_token = resolve_mask_token(verifier, layer.vocab_size, arguments["mask_token_id"])
-        fields = dict(mask_token_id=mask_token, sliding_window_non_causal=non_causal)
-        ids = layers_to_read(verifier, arguments["target_layer_ids"])
-        return fields | {"aux_hidden_state_layer_ids": ids}
+        return dict(
+            transformer_layer_config=layer,
+            mask_token_id=mask_token,
+            sliding_window_non_causal=non_causal,
+            aux_hidden_state_layer_ids=layers_to_read(verifier, arguments["target_layer_ids"]),
+        )
 
     @staticmethod
     def serving_warnings(

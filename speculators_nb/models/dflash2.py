@@ -146,7 +146,7 @@ class ConvolvedLayer(DecoderLayer):
         index: int,  # of the layer
     ):
         layer = config.transformer_layer_config
-        super().__init__(layer, index)
+        super().__init__(layer, index, sinks=True)
         H, taps, group = layer.hidden_size, config.conv_kernel_size, config.conv_group_size
         self.attention_conv = SlotConvolution(H, taps, group)
         self.mlp_conv = SlotConvolution(H, taps, group)

@@ -281,12 +281,13 @@ def sliding_is_causal(
     raw: dict[str, Any], verifier: PretrainedConfig | None = None
 ) -> list[str]:
     "vLLM's sliding layers are causal in the block."
-    slides = "sliding_attention" in layer_types_of(raw)
+    by_kind = layer_of(raw).get("is_causal") is None  # that one comes first
+    slides = by_kind and "sliding_attention" in layer_types_of(raw)
     if not slides or not raw.get("sliding_window_non_causal"):
         return []
     return [
         "sliding_window_non_causal is True; vLLM's DSpark makes sliding layers causal in the "
-        "block, train with False"
+        "block, train with False, or with is_causal=False"
     ]
 
 

@@ -1,5 +1,5 @@
-"""Reading and writing DFlash and DFlash2 checkpoints of z-lab's layout, and XPress as vLLM 0.33 serves it.
-The tensors have our names; layer ids differ by one."""
+"""Reading and writing DFlash and DFlash2 checkpoints of z-lab's layout, DSpark as DeepSeek and NVIDIA release it, and
+XPress as vLLM 0.33 serves it. The tensors have our names; layer ids differ by one."""
 
 import os
 from functools import partial
@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig
 
+from ..nn.layers import SINKS
 from ..verifier.tapped_model import check_aux_layer_ids
 from .dflash import DFlashSpeculatorConfig
 from .dflash2 import NEW_FIELDS
+from .dspark import DSparkSpeculatorConfig
 from .formats import (
     NativeCheckpoint,
     NativeFormat,
@@ -30,13 +32,14 @@ from .xpress import XPRESS_LAYOUT_RULES, XPressSpeculatorConfig
 # z-lab's checkpoints (2602.06036) keep DFlash's fields in a block `dflash_config` of `config.json` or beside it. Their
 # layer id is the layer whose output is read, ours (vLLM's) the layer that this output enters, so ours is one more. The
 # output of the verifier's last layer is refused: z-lab's code takes it after the final norm, ours before. Inside a
-# block attention is bidirectional unless `is_causal` (or `causal`) says otherwise; only layers with a sliding window
-# can be causal here.
+# block, layers attend as vLLM reads it: `is_causal`, then `causal` (JetSpec, 2606.18394, writes `causal_head`) is for
+# all layers; where neither is written, layers with a sliding window are causal and full ones are not.
 
 NEUTRAL_VALUES = {
     "input_embedding_scale": (None, 1, 1.0),
     "attention_value_scale": (None, 1, 1.0),
-    "add_swa_attention_sink_bias": (None, False),
+    "draft_shift": (None, False),
+    "hidden_dim_adapter": (None, False),
 }  # option that this drafter does not have -> values with which it has no effect
 NEUTRAL_VALUES_OF_LOGITS = {
     "output_multiplier": (None, 1, 1.0),
@@ -86,24 +89,45 @@ def dflash_layers(
     target: Target,  # the verifier
     names: list[str],  # of tensors
 ) -> tuple[PretrainedConfig, bool]:  # draft layers; our `sliding_window_non_causal`
-    "Configuration of a DFlash checkpoint's layers. Errors: ValueError for full causal layers."
+    "Configuration of a DFlash checkpoint's layers."
     value = partial(native.config_value, block="dflash_config")
     count = count_layers(names)
     fields: dict[str, Any] = dict(num_hidden_layers=count)
-    all_slide = value("use_swa")
-    if all_slide:
-        window = value("swa_window_size", native.config_value("sliding_window"))
-        fields |= dict(layer_types=["sliding_attention"] * count, use_sliding_window=True, sliding_window=window)
-    layer = layer_config(native, target, names, **fields)
-    causal = native.config_value("is_causal", value("causal"))
-    if causal and "full_attention" in layer.layer_types:
-        raise ValueError(
-            f"{native.name}: causal is True for layers with full attention; positions of a "
-            "block attend to each other in those of a DFlash drafter here"
+    all_slide = value("use_swa") and "sliding_attention" not in (native.config_value("layer_types") or ())
+    if value("use_swa"):
+        fields |= dict(
+            layer_types=["sliding_attention"] * count if all_slide else native.config_value("layer_types"),
+            sliding_window=value("swa_window_size", native.config_value("sliding_window")),
+            use_sliding_window=True,
         )
+    layer = layer_config(native, target, names, **fields)
+    if value("attention_sink_bias", native.config_value(SINKS)):
+        setattr(layer, SINKS, True)
+    for_all = native.config_value("is_causal")
+    causal = for_all if for_all is not None else value("causal", value("causal_head"))
+    if for_all is not None or (causal and "full_attention" in layer.layer_types):
+        layer.is_causal = causal
     if causal is None:
         causal = "sliding_attention" in layer.layer_types and not all_slide
     return layer, not causal
+
+
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # what three bits mean; a fourth is the sign
+
+
+def from_nvfp4(
+    tensors: dict[str, torch.Tensor],  # weight uint8 [O, I/2], weight_scale float8 [O, I/16], weight_scale_2 [1]
+) -> dict[str, torch.Tensor]:  # weight bfloat16 [O, I]; others as they are
+    """Weights that NVIDIA ModelOpt stored in four bits, two in a byte, the lower half first: value times the scale of
+    its 16 times the scale of its tensor."""
+    plain, signed = dict(tensors), torch.cat([E2M1, -E2M1])
+    for name in [name for name in tensors if name.endswith(".weight_scale_2")]:
+        weight = name.removesuffix("_scale_2")
+        scale = plain.pop(name).float() * plain.pop(f"{weight}_scale").float()
+        plain.pop(f"{weight.removesuffix('weight')}input_scale", None)  # of activations, which stay as they are
+        values = signed[torch.stack([plain[weight] & 15, plain[weight] >> 4], -1).flatten(-2).int()]
+        plain[weight] = (values.unflatten(-1, (-1, 16)) * scale[..., None]).flatten(-2).bfloat16()
+    return plain
 
 
 def dflash_tensors(
@@ -111,7 +135,7 @@ def dflash_tensors(
     target: Target,  # the verifier
 ) -> dict[str, torch.Tensor]:  # our names
     "Tensors of a DFlash checkpoint. Errors: ValueError for a copy that is not the verifier's."
-    tensors = native.tensors()
+    tensors = from_nvfp4(native.tensors())
     mapping = vocab_mapping(tensors, target.config.vocab_size, native.name)
     own = dict(mapping)
     if mapping and "lm_head.weight" in tensors:
@@ -139,7 +163,8 @@ def read_dflash(
         aux_hidden_state_layer_ids=dflash_layer_ids(native, target),
         target_hidden_size=value("target_hidden_size"),
         sliding_window_non_causal=non_causal,
-        speculative_tokens=value("speculative_tokens", block_size - 1),
+        sample_from_anchor=bool(value("sample_from_anchor")),
+        speculative_tokens=value("speculative_tokens", block_size - 1 + bool(value("sample_from_anchor"))),
     )
     return fields, tensors
 
@@ -170,14 +195,24 @@ def dflash_config_json(
         raise ValueError(
             "sample_from_anchor is True: z-lab's layout has no field for it; train with sample_from_anchor=False"
         )
+    return block_config_json(config, target)
+
+
+def block_config_json(
+    config: DFlashSpeculatorConfig,  # or of a drafter that is made of it
+    target: Target | None,  # the verifier, to store how many layers it has
+) -> dict[str, Any]:  # the content of config.json
+    "What the layouts of block drafters have in common."
     layer = config.transformer_layer_config
     block: dict[str, Any] = dict(
         mask_token_id=config.mask_token_id, target_layer_ids=[i - 1 for i in config.aux_hidden_state_layer_ids or ()]
     )
     new = {name: getattr(config, name) for name in NEW_FIELDS if hasattr(config, name)}
     slides = "sliding_attention" in (layer.layer_types or ())
-    if slides and config.sliding_window_non_causal:
-        block["causal"] = False
+    if (slides and config.sliding_window_non_causal) or getattr(layer, "is_causal", None) is not None:
+        block["causal"] = not config.sliding_window_non_causal
+    if getattr(layer, SINKS, None):
+        block["attention_sink_bias"] = True
     optional = dict(
         target_hidden_size=config.target_hidden_size,
         speculative_tokens=config.proposed_tokens,
@@ -201,6 +236,47 @@ def write_dflash(
 ):
     """Write z-lab's layout; vLLM serves it with method "dflash". Errors: as of `dflash_config_json`."""
     write_native(folder, dflash_config_json(config, target), tensors)
+
+
+def read_dspark(
+    native: NativeCheckpoint,
+    target: Target,  # the verifier
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:  # our config's fields; our name -> tensor
+    """Read a DSpark checkpoint. The anchor's slot predicts unless its config says otherwise. Errors: as from
+    `read_dflash`."""
+    fields, tensors = read_dflash(native, target)
+    value = partial(native.config_value, block="dflash_config")
+    from_anchor = value("sample_from_anchor", not value("dspark_bonus_anchor", False))
+    rank = tensors["markov_head.markov_w1.weight"].shape[1]
+    reads = tensors.get("confidence_head.proj.weight")
+    fields |= dict(
+        sample_from_anchor=from_anchor,
+        speculative_tokens=value("speculative_tokens", fields["block_size"] - (not from_anchor)),
+        markov_rank=rank,
+        markov_head_type=value("markov_head_type", "vanilla"),
+        enable_confidence_head=reads is not None,
+        confidence_head_with_markov=reads is not None
+        and reads.shape[1] > fields["transformer_layer_config"].hidden_size,
+    )
+    return fields, tensors
+
+
+def write_dspark(
+    config: DSparkSpeculatorConfig,
+    tensors: dict[str, torch.Tensor],  # our names
+    folder: str | os.PathLike,  # made if absent
+    target: Target | None = None,  # the verifier, to store how many layers it has
+):
+    """Write the layout of the released ones; vLLM serves it with method "dspark". Errors: ValueError for a drafter
+    without a Markov head, which the layout always has."""
+    if not config.markov_rank:
+        raise ValueError("markov_rank is 0: the layout always has a Markov head; train with markov_rank > 0, or dflash")
+    raw = block_config_json(config, target)
+    heads = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
+    anchor = dict(sample_from_anchor=config.sample_from_anchor, dspark_bonus_anchor=not config.sample_from_anchor)
+    raw |= dict(architectures=["Qwen3DSparkModel"]) | anchor | {name: getattr(config, name) for name in heads}
+    raw |= {name: raw["dflash_config"][name] for name in ("mask_token_id", "target_layer_ids")}
+    write_native(folder, raw, tensors)
 
 
 XPRESS_NAMES = {  # prefix of our name -> of vLLM's; the first that fits
@@ -272,10 +348,15 @@ def is_xpress(config: dict, names: set[str]) -> bool:
     return {"fc.weight", "xpress_head.mix.L"} <= names
 
 
+def is_dspark(config: dict, names: set[str]) -> bool:
+    "Whether tensor names are those of a DSpark checkpoint."
+    return {"fc.weight", "markov_head.markov_w1.weight"} <= names
+
+
 def is_dflash(config: dict, names: set[str]) -> bool:
     "Whether tensor names are those of a DFlash checkpoint."
     own = {"fc.weight", "hidden_norm.weight"} <= names
-    return own and not is_dflash2(config, names) and not is_xpress(config, names)
+    return own and not any(other(config, names) for other in (is_dflash2, is_dspark, is_xpress))
 
 
 register_format(
@@ -298,6 +379,17 @@ register_format(
         recognises=is_dflash2,
         read=read_dflash2,
         write=write_dflash,
+    )
+)
+register_format(
+    NativeFormat(
+        name="dspark",
+        model_type="dspark",
+        about="DSpark checkpoints as DeepSeek and NVIDIA release them",
+        looks_for="tensors fc.weight and markov_head.markov_w1.weight",
+        recognises=is_dspark,
+        read=read_dspark,
+        write=write_dspark,
     )
 )
 register_format(

@@ -523,7 +523,7 @@ CASES = [
     Case(
         "train: a recipe without a name for the features",
         "train --recipe {here}/r.yaml",
-        "r.yaml: train.data_dir='': is empty, expected Path",
+        "r.yaml: train.data_dir='': is empty; write something like features",
         {"r.yaml": "train: {data_dir: '', output_dir: out, verifier: v}"},
     ),
     Case(

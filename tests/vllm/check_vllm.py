@@ -386,10 +386,14 @@ def dflash_models(g, t2d, d2t, folder):
     in every layer with the
     first layer's k_norm (its rms_norm kernel takes one weight, the call hands over one a layer), so that two layers
     must share one here."""
+    import torch
+
     base = briefly("dflash", folder / "trained-dflash", num_layers=2)
     base = variant(
         base, tensors={"layers.1.self_attn.k_norm.weight": base.layers[0].self_attn.k_norm.weight.detach().clone()}
     )
+    heads = base.config.transformer_layer_config.num_attention_heads
+    sinks = {f"layers.{i}.self_attn.attention_sink_bias": torch.randn(heads, generator=g) for i in range(2)}
     return {
         "dflash": base,
         f"dflash, {int(t2d.sum())} of {len(t2d)} tokens": reduced(base, t2d, d2t),
@@ -398,6 +402,7 @@ def dflash_models(g, t2d, d2t, folder):
         ),
         "dflash, window 16": variant(base, sliding(2), sliding_window_non_causal=True),
         "dflash, window 16, causal": variant(base, sliding(2), sliding_window_non_causal=False),
+        "dflash, causal, sinks": variant(base, dict(is_causal=True, add_swa_attention_sink_bias=True), sinks),
     }
 
 
