@@ -1,7 +1,6 @@
 """Shards of features: whole or absent after a kill, nothing lost on a full disk, every damage named, and the same
 samples as from files of their own."""
 
-import errno
 import json
 import logging
 import multiprocessing
@@ -65,15 +64,24 @@ def test_the_same_samples_as_from_files(tmp_path, dtype):
     assert not list((tmp_path / "shards").glob("hs_*"))
 
 
-def test_every_reader_of_safetensors_reads_a_shard(tmp_path):
-    "The header is ours; the safetensors library checks it, and finds no gap."
-    extract_features(make_verifier(), make_rows(), tmp_path, shard_gb=1)
-    (shard,) = shards_of(tmp_path)
-    tensors = load_file(shard)
-    assert sorted(tensors["rows"].tolist()) == list(range(N))
-    save_file(tensors, tmp_path / "again.safetensors")  # the same tensors with a header of the library's
-    for name, t in load_file(tmp_path / "again.safetensors").items():
-        assert torch.equal(t, tensors[name])
+def test_a_shard_of_the_former_container_is_read(tmp_path):
+    "Its header has 4,096 bytes, and the states come first."
+    states, ids, starts = torch.randn(5, 2, 8).bfloat16(), torch.arange(5), [0, 2, 5]
+    rows = [dict(hidden_states=states[a:b], token_ids=ids[a:b]) for a, b in ((0, 2), (2, 5))]
+    sums = [int(feature_rows.checksum_of(row), 16) for row in rows]
+    index = {n: torch.tensor(x) for n, x in (("rows", [3, 0]), ("starts", starts), ("checksums", sums))}
+    metadata = {"kind": feature_rows.KIND, "index": feature_rows.index_checksum(index)}
+    header, content = {"__metadata__": metadata}, b""
+    for name, t in {"hidden_states": states, **index, "token_ids": ids}.items():
+        data = t.view(torch.uint8).numpy().tobytes()
+        code = "I64" if t.dtype == torch.long else "BF16"
+        ends = [len(content), len(content) + len(data)]
+        header[name], content = dict(dtype=code, shape=[*t.shape], data_offsets=ends), content + data
+    (tmp_path / FOLDER).mkdir()
+    text = json.dumps(header).encode().ljust(4088)
+    (tmp_path / FOLDER / "a.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content)
+    shards = FeatureShards(tmp_path, 4)
+    assert torch.equal(shards.read(3, range(2)), states[:2]) and torch.equal(shards.read(0, range(2, 5)), states[2:])
 
 
 def test_files_and_shards_in_one_folder(tmp_path, files):
@@ -99,8 +107,8 @@ def test_every_flipped_bit_is_named(tmp_path):
             writer.write(i, torch.randn(len(ids), 3, 8), ids)
     (path,) = shards_of(tmp_path)
     whole = path.read_bytes()
-    header = len(whole[8 : feature_rows.HEADER].rstrip()) + 8
-    spots = [*range(0, header, 3), *range(feature_rows.HEADER, len(whole), 5)]
+    header = 8 + int.from_bytes(whole[:8], "little")
+    spots = [*range(0, header, 3), *range(header, len(whole), 5)]
     assert len(spots) > 200
     for at in spots:
         path.write_bytes(flipped(whole, at))
@@ -115,7 +123,7 @@ def test_every_flipped_bit_is_named(tmp_path):
         assert found, at
 
 
-@pytest.mark.parametrize("keep", [0, 1, 100, feature_rows.HEADER, -1])
+@pytest.mark.parametrize("keep", [0, 1, 100, 700, -1])
 def test_a_truncated_shard_is_named_and_made_again(tmp_path, files, keep, caplog):
     verifier, rows = make_verifier(), make_rows()
     extract_features(verifier, rows, tmp_path, shard_gb=SMALL)
@@ -201,28 +209,7 @@ def test_a_full_disk_keeps_what_was_written(tmp_path):
     assert not out.returncode, out.stderr
     said, written, kept, left = json.loads(out.stdout)
     assert str(tmp_path / "disk" / FOLDER) in said and "No space left" in said and "Make room" in said
-    assert written >= 35 and kept == list(range(len(kept))) and len(kept) >= written - 1 and not left
-
-
-def test_what_the_tail_needs_is_given_back_by_the_last_row(tmp_path, monkeypatch):
-    "The disk is full when a shard is closed: its last rows make room for its index."
-    writer, calls = ShardWriter(tmp_path), []
-    for i in range(5):
-        writer.write(i, torch.full((4, 2, 8), float(i)), range(4))
-    finish = feature_rows.shard_header
-
-    def no_space(*args):
-        calls.append(args)
-        if len(calls) < 3:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return finish(*args)
-
-    monkeypatch.setattr(feature_rows, "shard_header", no_space)
-    with pytest.raises(DiskError, match="No space left"):
-        writer.close()
-    shards = FeatureShards(tmp_path, 5)
-    assert [i for i in range(5) if i in shards] == [0, 1, 2] and not shards.damaged
-    assert torch.equal(shards.read(2, range(4)), torch.full((4, 2, 8), 2.0).bfloat16())
+    assert kept == list(range(28)) and written == 42 and not left  # the third shard, of 14 rows, does not fit
 
 
 def test_a_read_only_folder_is_named(tmp_path):
@@ -236,10 +223,10 @@ import sys, time
 sys.path[:0] = [{here!r}]
 from test_features import make_rows, make_verifier
 from speculators_nb.features import in_process
-from speculators_nb.features.feature_rows import OpenShard
-add = OpenShard.add
+from speculators_nb.features.feature_rows import ShardWriter
+add = ShardWriter.add
 def slow(*args): time.sleep(.03); add(*args)
-OpenShard.add = slow
+ShardWriter.add = slow
 in_process.extract_features(make_verifier(), make_rows(), {out!r}, max_tokens=32, writers=1, shard_gb={gb})
 """
 
@@ -250,19 +237,16 @@ def start(out, gb=SMALL):
 
 
 def test_kill_and_interrupt_then_resume(tmp_path, files):
-    """After kill -9 a shard is whole or absent, and what was unfinished is removed; after Ctrl-C the open shard is
-    closed with the rows that it has."""
+    "After kill -9 a shard is whole or absent; after Ctrl-C the last one is written with the rows that it has."
     for sent in (signal.SIGKILL, signal.SIGINT):
         before = {i for p in shards_of(tmp_path) for i in load_file(p)["rows"].tolist()}
         child = start(tmp_path)
         deadline, n = time.time() + 100, len(shards_of(tmp_path))
-        while len(shards_of(tmp_path)) < n + 1 or not list((tmp_path / FOLDER).glob(".*")):
+        while len(shards_of(tmp_path)) < n + 1:
             assert child.poll() is None and time.time() < deadline, child.stderr.read()
             time.sleep(0.005)
         child.send_signal(sent)
         child.communicate(timeout=60)
-        hidden = list((tmp_path / FOLDER).glob(".*.safetensors"))
-        assert len(hidden) == (sent == signal.SIGKILL)
         stored = {i for p in shards_of(tmp_path) for i in load_file(p)["rows"].tolist()}
         assert before < stored and (len(stored) < N or sent == signal.SIGINT)  # which may come late
     counts = extract_features(make_verifier(), make_rows(), tmp_path, shard_gb=SMALL)
@@ -275,46 +259,40 @@ def test_kill_and_interrupt_then_resume(tmp_path, files):
         torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-3)
 
 
-def test_a_living_process_keeps_its_unfinished_shard(tmp_path):
-    writer = ShardWriter(tmp_path)
-    writer.write(0, torch.randn(3, 2, 8), range(3))
-    remove_unfinished(tmp_path / FOLDER)
-    with ShardWriter(tmp_path) as other:
-        other.write(1, torch.randn(3, 2, 8), range(3))
-    writer.close()
-    assert len(shards_of(tmp_path)) == 2 and 0 in FeatureShards(tmp_path, 2)
+def test_what_killed_processes_left_goes_once_nobody_can_be_writing_it(tmp_path):
+    fresh, old = tmp_path / ".a.0.safetensors", tmp_path / ".b.0.safetensors"
+    fresh.touch(), old.touch()
+    os.utime(old, (time.time() - 100_000,) * 2)
+    remove_unfinished(tmp_path, alone=False)
+    assert fresh.exists() and not old.exists()
+    remove_unfinished(tmp_path, alone=True)
+    assert not fresh.exists()
 
 
-def test_a_worker_that_joins_removes_nothing(tmp_path):
-    "Only the first worker knows that nobody writes: what is unfinished or damaged goes with it."
+def test_what_others_write_is_left_alone(tmp_path):
+    "A rank removes half files of its own rows; a file whose row is not in its name, only where nobody else is at work."
     rows = make_rows()
     config = origin({"fingerprint": "x"}, [1, 2], rows, "bfloat16")
-    with FeatureFolder(tmp_path, rows, config, shard_gb=1) as folder:
-        folder.write(0, torch.randn(len(rows[0]["input_ids"]), 2, 8))
-        assert not folder.stored
-    assert folder.stored == {0}
-    (shard,) = shards_of(tmp_path)
-    shard.write_bytes(shard.read_bytes()[:100])
-    child = subprocess.Popen(["true"])
-    child.wait()
-    left = [tmp_path / ".hs_3.safetensors", tmp_path / FOLDER / f".{feature_rows._HOST}-{child.pid}-a.safetensors"]
-    for path in left:
+    FeatureFolder(tmp_path, rows, config)
+    own, others, nameless = (tmp_path / name for name in (".hs_3.a.safetensors", ".hs_4.a.safetensors", ".tmpa1B2c3"))
+    for path in (own, others, nameless):
         path.touch()
-    joined = FeatureFolder(tmp_path, rows, config, alone=False, shard_gb=1)
-    assert 0 in joined.todo and all(path.exists() for path in [shard, *left])
-    assert 0 in FeatureFolder(tmp_path, rows, config).todo and not any(path.exists() for path in [shard, *left])
+    FeatureFolder(tmp_path, rows, config, indices=[3], alone=False)
+    assert [path.exists() for path in (own, others, nameless)] == [False, True, True]
+    FeatureFolder(tmp_path, rows, config)
+    assert not others.exists() and not nameless.exists()
 
 
 FORK = multiprocessing.get_context("fork")
 SHARED = dict(max_tokens=80, writers=1, shard_gb=3 * SMALL)  # some batches in a shard
 
 
-def share(out, pause, results):
-    "One of several processes that fill a folder; slow where it pauses."
+def share(out, pause, rank):
+    "One of two ranks that fill a folder; slow where it pauses."
     torch.set_num_threads(1)
     verifier = make_verifier()
     verifier.decoder.register_forward_pre_hook(lambda m, a, k: time.sleep(pause), with_kwargs=True)
-    results.put(extract_features(verifier, make_rows(60), out, **SHARED))
+    extract_features(verifier, make_rows(60), out, **SHARED, rank=rank, world_size=2)
 
 
 def begin(*args):
@@ -323,64 +301,45 @@ def begin(*args):
     return process
 
 
-@pytest.mark.parametrize("closed", [0, 2])
-def test_the_rows_of_a_killed_worker_are_taken_over(tmp_path, closed):
-    """Two processes share a folder; one is killed with rows in a shard that is open, after others were closed. The
-    other makes these rows: each row is in one shard, and its states are those of an undisturbed run."""
+@pytest.mark.parametrize("killed", [False, True])
+def test_ranks_share_a_folder_of_shards(tmp_path, killed):
+    """Each has shards of its own. One that is killed after it has closed some loses the rows of the open one, and the
+    next run makes these: each row is in one shard, and its states are those of an undisturbed run."""
     torch.set_num_threads(1)  # a forked process would wait for the threads of its parent
     extract_features(make_verifier(), make_rows(60), tmp_path / "alone", **SHARED)
-    out, results = tmp_path / "out", FORK.Queue()
-    slow = begin(out, 0.3, results)
-    while not any((out / FOLDER).glob(f".*-{slow.pid}-*")) or len(shards_of(out)) < closed:
-        assert slow.is_alive()
-        time.sleep(0.005)
-    other = begin(out, 0.05, results)
-    while len({*out.rglob("*.host")}) < 2:
-        assert other.is_alive()
-        time.sleep(0.005)
-    (claims,) = [{*path.parent.glob("*.claim")} for path in out.glob(".work/job.json")]
-    held = {path for path in claims if path.exists()}
-    slow.kill()
-    slow.join()
-    assert held  # a batch that is in no whole shard is not settled
-    assert results.get(timeout=100) == {"written": 60, "kept": 0}
-    other.join(60)
-    assert other.exitcode == 0
+    out = tmp_path / "out"
+    first = begin(out, 0.2 if killed else 0.0, 0)
+    if killed:
+        while not shards_of(out):
+            assert first.is_alive()
+            time.sleep(0.005)
+        first.kill()
+    second = begin(out, 0.0, 1)
+    first.join(60), second.join(60)
+    assert second.exitcode == 0 and first.exitcode == (-signal.SIGKILL if killed else 0)
+    before = sum(len(load_file(path)["rows"]) for path in shards_of(out))
+    assert before < 60 if killed else before == 60
+    assert extract_features(make_verifier(), make_rows(60), out, **SHARED) == {"written": 60 - before, "kept": before}
     found = [i for path in shards_of(out) for i in load_file(path)["rows"].tolist()]
     assert sorted(found) == list(range(60))
     a, b = (FeatureDataset(f) for f in (out, tmp_path / "alone"))
     assert all(torch.equal(a[i]["hidden_states"], b[i]["hidden_states"]) for i in range(60))
-    assert not list((out / FOLDER).glob(".*")) and not list(out.rglob(".work*"))
-
-
-def test_processes_share_a_folder_of_shards(tmp_path):
-    "Each reports the whole job; a shard of one worker holds no row of another's."
-    torch.set_num_threads(1)
-    extract_features(make_verifier(), make_rows(60), tmp_path / "alone", **SHARED)
-    out, results = tmp_path / "out", FORK.Queue()
-    workers = [begin(out, 0.02, results) for _ in range(2)]
-    assert [results.get(timeout=100) for _ in workers] == [{"written": 60, "kept": 0}] * 2
-    for worker in workers:
-        worker.join(60)
-    found = [i for path in shards_of(out) for i in load_file(path)["rows"].tolist()]
-    assert sorted(found) == list(range(60))
-    a, b = (FeatureDataset(f) for f in (out, tmp_path / "alone"))
-    assert all(torch.equal(a[i]["hidden_states"], b[i]["hidden_states"]) for i in range(60))
+    assert not list((out / FOLDER).glob(".*"))
 
 
 def test_files_become_shards_byte_for_byte(tmp_path, files, monkeypatch):
     for file in files.glob("hs_*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     stored = {i: stored_row(feature_path(files, i)) for i in range(N)}
-    real, calls = feature_rows.OpenShard.finish, []
+    real, calls = feature_rows.save_tensors, []
 
-    def stop(shard):
-        calls.append(shard)
+    def stop(*args):
+        calls.append(args)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        real(shard)
+        real(*args)
 
-    monkeypatch.setattr(feature_rows.OpenShard, "finish", stop)
+    monkeypatch.setattr(feature_rows, "save_tensors", stop)
     with pytest.raises(KeyboardInterrupt):
         pack_features(tmp_path, SMALL)
     monkeypatch.undo()

@@ -12,7 +12,6 @@ import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,7 +37,7 @@ from speculators_nb.features.extraction import (
     sweep,
 )
 from speculators_nb.features.feature_rows import FeatureError, feature_path, read_features
-from speculators_nb.features.from_server import ServerFeatures, _ServerExtraction, extract_from_server
+from speculators_nb.features.from_server import ServerFeatures, extract_from_server
 from speculators_nb.train.train_drafter import train_drafter
 
 HERE, LAYERS = Path(__file__).parent, [1, 2, 3, 4]
@@ -230,29 +229,6 @@ def test_two_clients_share_a_folder(tmp_path):
     assert asked == sorted(rows["input_ids"])  # each row was asked for once
 
 
-def test_clients_share_the_rows_as_they_are_free(tmp_path):
-    "Two begin, one is killed with rows in work; the other takes them over and counts the whole."
-    rows, log, out = make_rows(), tmp_path / "log", tmp_path / "features"
-    with Fake(tmp_path / "storage", "--slow", "0.1", "--log", str(log)) as fake:
-        killed = client(fake, out)
-        wait_for(lambda: log.is_file() and log.read_text(), killed)
-        killed.send_signal(signal.SIGSTOP)  # with a row in work, however long the other takes to start
-        try:
-            other = client(fake, out)
-            wait_for(lambda: any(out.glob(".work/*.settled")), other)
-        finally:
-            killed.kill()
-            killed.communicate()
-        assert other.communicate(timeout=240)[0].strip() == "{'written': 40, 'kept': 0, 'failed': 0}"
-        check(out, rows, 40)
-        again = extract_from_server(fake.url, rows, out, fake.storage, LAYERS, dtype="float32")
-        assert again == {"written": 0, "kept": 40, "failed": 0} and fake.left() == []
-    assert [p.name for p in out.iterdir() if p.name.startswith((".work", ".hs_", ".tmp", ".rows"))] == []
-    asked = log.read_text().splitlines()
-    assert {*map(tuple, map(json.loads, asked))} == {*map(tuple, rows["input_ids"])}
-    assert len(asked) <= 40 + 8, "at most what the killed one had claimed is requested twice"
-
-
 def test_upstreams_fp8_connector_is_read(tmp_path):
     "Its files have scales beside the codes; what comes is bfloat16, within the rounding of three bits of mantissa."
     rows = make_rows(3)
@@ -271,9 +247,8 @@ def test_rows_in_shards_that_fail_are_counted_once(tmp_path):
     rows = Dataset.from_dict(columns)
     with Fake(tmp_path / "storage", "--longest", "40") as fake:
         given = fake.url, rows, tmp_path / "features", fake.storage, LAYERS
-        counts = []
-        found = extract_from_server(*given, dtype="float32", shard_gb=1e-5, then=counts.append)
-        assert found == {"written": 11, "kept": 0, "failed": 1} and counts == [found]
+        found = extract_from_server(*given, dtype="float32", shard_gb=1e-5)
+        assert found == {"written": 11, "kept": 0, "failed": 1}
         assert extract_from_server(*given, dtype="float32", shard_gb=1e-5) == {"written": 0, "kept": 11, "failed": 1}
     assert len([*(tmp_path / "features/shards").glob("*.safetensors")]) > 1
 
@@ -289,22 +264,6 @@ def make_verifier(folder):
         num_key_value_heads=1,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
-
-
-def test_a_row_that_is_stored_while_others_are_settled_is_settled_next():
-    "A thread may finish a shard at any moment. A row that nobody settles would be waited for without end."
-    units = _ServerExtraction.__new__(_ServerExtraction)
-    settled = []
-
-    def settle(i):
-        settled.append(i)
-        units.folder.stored.add(2)
-
-    units.job, units.folder = SimpleNamespace(settle=settle), SimpleNamespace(stored={1})
-    units.hand, units.show = {1, 2}, lambda: None
-    units.settle()
-    units.settle()
-    assert settled == [1, 2] and not units.hand
 
 
 def test_the_command_asks_for_the_last_layer_too(tmp_path, monkeypatch):

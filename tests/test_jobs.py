@@ -1,9 +1,10 @@
-"""What the processes of a job share, piece by piece: ranks, claims, servers, and the start on a Ray cluster. Whole jobs
-are in test_shared_jobs.py, servers that end in test_servers.py."""
+"""What the processes of a job share, piece by piece: ranks, an output, servers, and the start on a Ray cluster. Whole
+jobs are in test_shared_jobs.py, servers that end in test_servers.py."""
 
 import json
 import os
 import pickle
+import resource
 import subprocess
 import sys
 import threading
@@ -17,9 +18,9 @@ import pytest
 
 from speculators_nb.core.concurrency import EndpointError, concurrently
 from speculators_nb.core.files import writable_folder
-from speculators_nb.jobs import servers, shared_job
-from speculators_nb.jobs.ranks import is_first, ranks_of
-from speculators_nb.jobs.shared_job import SharedJob, Worker, on_ray, one_writer
+from speculators_nb.jobs import on_ray, servers
+from speculators_nb.jobs.ranks import is_first, ranks_of, shard
+from speculators_nb.jobs.shared_output import append_lines, one_writer, share_writer, whole_end
 
 
 @pytest.mark.parametrize(
@@ -47,69 +48,68 @@ def test_ranks_as_launchers_announce_them(environ, expected):
         assert ranks_of(environ) == expected and is_first(environ) == (expected[0] == 0)
 
 
-BEGIN = """
+HOLD = """
 import sys, time
 from pathlib import Path
-from speculators_nb.jobs.shared_job import Worker
-Worker(Path(sys.argv[1]), "b").begin()
-print("working", flush=True)
-time.sleep(60)
+from speculators_nb.jobs.shared_output import one_writer
+with one_writer(Path(sys.argv[1])):
+    print("writing", flush=True)
+    time.sleep(60)
 """
 
 
-def test_who_is_alive(tmp_path):
-    us, other = Worker(tmp_path, "a"), Worker(tmp_path, "b")
-    us.begin()
-    process = subprocess.Popen([sys.executable, "-c", BEGIN, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+def test_one_writer_until_it_ends_however(tmp_path):
+    run = tmp_path / "run"
+    process = subprocess.Popen([sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True)
     process.stdout.readline()
-    assert us.sees(other)
+    with pytest.raises(BlockingIOError, match="run: another process is writing it; wait for it, or choose another fol"):
+        one_writer(run).__enter__()
     process.kill()
     process.communicate()
-    assert not us.sees(other)
-    other.host.write_text("another machine")
-    assert us.sees(other)
-    os.utime(other.host, (time.time() - 120,) * 2)
-    assert not us.sees(other)
-    other.host.unlink()
-    assert not us.sees(other)
-    us.end()
+    with one_writer(run):
+        pass
+    assert [*run.iterdir()] == []
 
 
-def test_the_races_of_claims(tmp_path, monkeypatch):
-    "Two see that a third is gone; a unit is settled between a look and a claim; a job ends while a worker was stopped."
-
-    def job():
-        return SharedJob(tmp_path / "job", tmp_path / "out.jsonl", "output", {"seed": 0})
-
-    with job() as a, job() as b, job() as c:
-        assert a.is_primary and not b.is_primary
-        assert c.claim(0) and not a.claim(0) and not b.claim(0)
-        c.me.end()  # as if it were killed
-        assert not a._is_in_work(0) and not b._is_in_work(0)
-        assert a.claim(0) and not b.claim(0) and b._is_in_work(0)
-        a.settle(0, rows=7)
-        assert not b.claim(0) and b.settled == {0: 7}
-        assert b.wait([0, 1]) and not b.wait([0])
-        with monkeypatch.context() as patch, pytest.raises(BlockingIOError, match="others have finished its work"):
-            patch.setattr(b, "folder", tmp_path / "gone")
-            b.claim(1)
-        c.me.begin()
-    alone = SharedJob(tmp_path / "job", tmp_path / "out.jsonl", "output", None)
-    with alone, pytest.raises(BlockingIOError, match="out.jsonl: another process is writing it; wait"):
-        job().__enter__()
-    assert not (tmp_path / "job").exists()
-
-
-def test_the_ranks_of_one_launch_are_one_writer(tmp_path, monkeypatch):
-    with one_writer(tmp_path / "run"):
+def test_the_first_rank_writes_for_all_and_each_share_has_a_writer(tmp_path, monkeypatch):
+    run, lock = tmp_path / "run", tmp_path / "run/.writer"
+    with one_writer(run), share_writer(run, lock, 0, 2), share_writer(run, lock, 1, 2):
+        with pytest.raises(BlockingIOError, match="another process is writing rank 1 of 2 of it"):
+            share_writer(run, lock, 1, 2).__enter__()
         monkeypatch.setenv("WORLD_SIZE", "2")
         monkeypatch.setenv("RANK", "1")
-        with one_writer(tmp_path / "run"):
+        with one_writer(run):
             pass
         monkeypatch.setenv("RANK", "0")
         with pytest.raises(BlockingIOError, match="run: another process"):
-            one_writer(tmp_path / "run").__enter__()
-    assert not (tmp_path / "run").exists()
+            one_writer(run).__enter__()
+    assert not run.exists()
+
+
+def test_lines_are_appended_whole(tmp_path, monkeypatch):
+    path = tmp_path / "lines"
+    append_lines(path, b"1\n22\n")
+    for torn in (b"", b"3", b"3" * 200_000):  # by a kill
+        with path.open("ab") as file:
+            file.write(torn)
+        append_lines(path, b"4\n")
+        assert path.read_bytes() == b"1\n22\n4\n" and whole_end(path) == 7 and whole_end(path, 6) == 5
+        os.truncate(path, 5)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8, resource.RLIM_INFINITY))
+    try:
+        with pytest.raises(OSError):
+            append_lines(path, b"too long a line\n")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert path.read_bytes() == b"1\n22\n"
+
+
+@pytest.mark.parametrize("n,world_size", [(0, 1), (5, 1), (5, 2), (3, 5)])
+def test_shares_are_disjoint_and_cover_all(n, world_size):
+    shares = [shard(n, rank, world_size) for rank in range(world_size)]
+    assert sorted(i for share in shares for i in share) == list(range(n))
+    with pytest.raises(ValueError, match="ranks count from 0"):
+        shard(n, world_size, world_size)
 
 
 class RayTaskError(Exception):
@@ -122,9 +122,9 @@ class RayTaskError(Exception):
 def ray_of(nodes=2, gpus=0):
     "In place of Ray: each task runs when its result is requested. tests/jobs/check_ray.py has a real cluster."
 
-    def get(task):
+    def get(tasks):
         try:
-            return task()
+            return [task() for task in tasks]
         except Exception as e:
             raise RayTaskError(e) from e
 
@@ -135,35 +135,39 @@ def ray_of(nodes=2, gpus=0):
         init=lambda **options: None,
         shutdown=lambda: None,
         is_initialized=lambda: False,
-        nodes=lambda: [{"Alive": True}] * nodes + [{"Alive": False}],
-        cluster_resources=lambda: {"GPU": float(gpus)} if gpus else {},
+        nodes=lambda: [dict(Alive=True, Resources=dict(CPU=4.0, GPU=gpus / nodes))] * nodes + [{"Alive": False}],
         remote=remote,
-        wait=lambda tasks, **options: (tasks[:1], tasks[1:]),
         get=get,
         cancel=lambda task, force: None,
         exceptions=SimpleNamespace(RayTaskError=RayTaskError, WorkerCrashedError=KeyError),
     )
 
 
+def made_share(folder, rank, world_size):
+    "A function of a module, as `on_ray` takes one."
+    return writable_folder(folder), rank, world_size
+
+
 def test_a_function_on_ray(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with monkeypatch.context() as patch, pytest.raises(ImportError, match=r"pip install 'speculators_nb\[ray\]'"):
-        patch.setattr(shared_job, "find_spec", lambda name: None)
-        on_ray(writable_folder, {"folder": "answers"}, "folder")
-    monkeypatch.setattr(shared_job, "_import_ray", ray_of)
-    made = on_ray(writable_folder, {"folder": Path("answers")}, "folder")
-    assert made == tmp_path / "answers" and list(made.iterdir()) == []
+        patch.setattr(on_ray, "find_spec", lambda name: None)
+        on_ray.on_ray(made_share, {"folder": "answers"}, "folder")
+    monkeypatch.setattr(on_ray, "_import_ray", ray_of)
+    made = on_ray.on_ray(made_share, {"folder": Path("answers")}, "folder")
+    assert made == [(tmp_path / "answers", rank, 8) for rank in range(8)]  # four for each node
+    assert [*(tmp_path / "answers").iterdir()] == []
     Path("file").touch()
     with pytest.raises(OSError, match="file/answers"):
-        on_ray(writable_folder, {"folder": Path("file/answers")}, "folder")
-    tasks = shared_job._tasks(ray_of(), writable_folder, {"folder": "x"}, Path("no/sign"))
+        on_ray.on_ray(made_share, {"folder": Path("file/answers")}, "folder")
+    tasks = on_ray._tasks(ray_of(), made_share, {"folder": "x"}, Path("no/sign"))
     with pytest.raises(ValueError, match="does not see this folder of the driver; name one on"):
-        shared_job._first_result(ray_of(), tasks)
+        on_ray._results(ray_of(), tasks)
 
 
-@pytest.mark.parametrize("nodes,gpus,tasks", [(1, 0, 1), (2, 0, 2), (1, 8, 8), (4, 32, 32)])
-def test_a_task_for_each_gpu_or_node(nodes, gpus, tasks):
-    assert len(shared_job._tasks(ray_of(nodes, gpus), writable_folder, {}, "sign")) == tasks
+@pytest.mark.parametrize("nodes,gpus,tasks", [(1, 0, 4), (2, 0, 8), (1, 8, 32), (4, 32, 128)])
+def test_four_tasks_for_each_gpu_or_node(nodes, gpus, tasks):
+    assert len(on_ray._tasks(ray_of(nodes, gpus), made_share, {}, "sign")) == tasks
 
 
 def test_addresses_of_servers():

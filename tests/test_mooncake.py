@@ -124,29 +124,27 @@ def test_a_client_goes_to_other_processes_and_threads(tmp_path, store):
 
 
 def test_a_forked_child_leaves_the_client_to_its_parent(tmp_path, store, monkeypatch):
-    "It neither uses nor closes it, even where it drops all that it knows of it."
+    "It neither uses nor closes it."
     place, folder = store
     client = MooncakeStates(extraction.mooncake_address(f"mooncake://{place}"))
-    parent = client.connection.open()
+    parent = client._open()
     stand_in = type(parent[0].store._store)
     closed = tmp_path / "closed"
     monkeypatch.setattr(stand_in, "__del__", lambda _: closed.write_text(str(os.getpid())), raising=False)
     child = os.fork()
     if not child:
         try:
-            before = client.connection.transfer
-            mine = client.connection.open()
-            fine = before is None and mine[0] is not parent[0] and mine[1] is not parent[1]
+            mine = client._open()
+            fine = mine[0] is not parent[0] and mine[1] is not parent[1]
             monkeypatch.setattr(mine[0].store, "_store", None)  # its own may be closed
             closed.unlink(missing_ok=True)
-            del before, mine, parent, client
-            extraction._connection.cache_clear()
+            del mine, parent, client
             gc.collect()
             os._exit(0 if fine and not closed.exists() else 1)
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    assert client.connection.open() == parent and left(folder) == []
+    assert client._open() == parent and left(folder) == []
 
 
 def test_layers_that_the_server_does_not_tell(tmp_path, store):

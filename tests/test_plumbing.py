@@ -7,7 +7,7 @@ import os
 import re
 import stat
 import time
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +26,7 @@ from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.distributed.torchrun import is_lost_connection, torchrun_line
 from speculators_nb.evaluate.guidellm import guidellm_command, read_report
 from speculators_nb.evaluate.vllm_metrics import MetricsError, counted, read_counters
-from speculators_nb.features.extraction import MemoryLimit, collect
+from speculators_nb.features.extraction import collect
 from speculators_nb.features.feature_rows import FeatureError, FeatureRow, FeatureRows, row_problem
 from speculators_nb.features.prefetch import PrefetchedRows, follow_order, prefetched, without_states
 from speculators_nb.lab.code_digest import code_digest
@@ -184,18 +184,6 @@ def test_what_a_server_says_of_itself_and_names_no_file_elsewhere(tmp_path):
     say_what_is_served(str(tmp_path), "data/tiny-verifier", [2, 3, 4, 6], "float32")
     assert json.loads((tmp_path / "extraction.json").read_text())["layer_ids"] == [2, 3, 4, 6]
     assert file_for("/hidden", "cmpl-../../etc/x-0") == "/hidden/cmpl-.._.._etc_x-0.safetensors"
-
-
-def test_bytes_in_flight_are_bounded():
-    limit = MemoryLimit(100)
-
-    def hold(n):
-        with limit.reserve(n):
-            time.sleep(0.002)
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(hold, [40] * 20 + [150]))
-    assert (limit.used, limit.peak) == (0, 150), "the large one was alone"
 
 
 def test_counters_of_a_server():

@@ -1,4 +1,4 @@
-"""The prompts of one evaluation, decoded by several processes: the tables of one process, written once."""
+"""The prompts of one evaluation, decoded by several ranks: the tables of one process, written once."""
 
 import os
 import signal
@@ -20,50 +20,61 @@ from speculators_nb.lab.experiment import heldout_setting
 TABLES = ("summary.csv", "positions.csv", "ranges.csv", "requests.csv")
 
 
-def measured(path, pause=0.0):
-    "Acceptance of n-gram drafting on 12 prompts at two temperatures; how many this process decoded."
+def measured(path, pause=0.0, rank=0, world_size=1):
+    "Acceptance of n-gram drafting on 12 prompts at two temperatures; how many requests, and how many were there."
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     setting = heldout_setting({"n-gram": NgramDrafter()}, 12)
     if pause:
         setting.verifier.decoder.register_forward_pre_hook(lambda m, a, k: time.sleep(pause), with_kwargs=True)
     given = dict(k=3, temperatures=(0.0, 1.0), max_new_tokens=12)
     with SharedPrompts(path, {"seed": 0}) as job:
+        known = len(job.answers)
         found = evaluate(setting.verifier, {"n-gram": NgramDrafter()}, setting.prompts, **given, decode=job.decode)
-        job.finish(lambda: str(found.save(path)))
-    return {"requests": len(found.requests)}
+        job.finish(lambda: found.save(path))
+    return {"requests": len(found.requests), "known": known}
 
 
 def tables(path):
     return {name: (path / name).read_bytes() for name in TABLES}
 
 
-def test_the_prompts_of_a_killed_process_are_decoded_by_another(tmp_path):
-    torch.set_num_threads(1)
-    measured(tmp_path / "alone")
+def lines(path, rank):
+    "Answers that a rank has written."
+    return sum(file.read_bytes().count(b"\n[") for file in path.glob(f".*.{rank}.answers"))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    torch.set_num_threads(1)  # a forked process would wait for the threads of its parent
+    folder, results = tmp_path_factory.mktemp("alone") / "evaluation", FORK.Queue()
+    begin(measured, folder, 0.0, results).join(120)
+    assert results.get(timeout=10) == {"requests": 24, "known": 0} and not [*folder.glob(".*")]
+    return tables(folder)
+
+
+def test_the_prompts_of_a_killed_rank_are_decoded_by_another(tmp_path, alone):
     path, results = tmp_path / "evaluation", FORK.Queue()
-    killed = begin(measured, path, 0.02, results)
-    wait_until(lambda: any(path.glob(".work/*.settled")), killed)
-    other = begin(measured, path, 0.0, results)
-    wait_until(lambda: len([*path.glob(".work/*.host")]) == 2, killed)
+    first = begin(measured, path, 0.0, results, rank=0, world_size=2)
+    killed = begin(measured, path, 0.1, results, rank=1, world_size=2)
+    wait_until(lambda: lines(path, 1), killed)
     os.kill(killed.pid, signal.SIGKILL)
-    assert results.get(timeout=150) == {"requests": 24}
-    other.join(60)
-    assert other.exitcode == 0 and tables(path) == tables(tmp_path / "alone")
-    assert not (path / ".work").exists()
+    assert results.get(timeout=150)["requests"] == 24
+    first.join(60)
+    assert first.exitcode == 0 and tables(path) == alone and not [*path.glob(".*")]
 
 
-def test_all_are_killed_and_the_same_call_continues(tmp_path):
-    torch.set_num_threads(1)
-    measured(tmp_path / "alone")
-    path = tmp_path / "evaluation"
-    processes = [begin(measured, path, 0.02, FORK.Queue()) for _ in range(2)]
-    wait_until(lambda: len([*path.glob(".work/*.settled")]) == 2, processes[0])
+def test_all_are_killed_and_the_same_call_continues(tmp_path, alone):
+    path, results = tmp_path / "evaluation", FORK.Queue()
+    processes = [begin(measured, path, 0.02, FORK.Queue(), rank=rank, world_size=2) for rank in (0, 1)]
+    wait_until(lambda: lines(path, 0) and lines(path, 1), processes[0])
     for process in processes:
         os.kill(process.pid, signal.SIGKILL)
         process.join()
-    with SharedPrompts(path, {"seed": 0}) as job:
-        assert 0 < len(job.answers) < 24
-    measured(path)
-    assert tables(path) == tables(tmp_path / "alone") and not (path / ".work").exists()
+    for file in path.glob(".*.0.answers"):  # torn by the kill
+        file.write_bytes(file.read_bytes() + b"\n[3, {")
+    begin(measured, path, 0.0, results).join(120)
+    assert 0 < results.get(timeout=10)["known"] < 24
+    assert tables(path) == alone and not [*path.glob(".*")]
 
 
 @pytest.mark.parametrize("options", [[], ["--as-engine"]])
@@ -85,4 +96,4 @@ def test_torchrun_shares_the_prompts(tmp_path, options):
     files = [{p.name: p.read_bytes() for p in (tmp_path / n).glob("*.csv")} for n in outputs]
     assert files[0] == files[1] and files[0]
     assert "earlier" not in read_provenance(tmp_path / "two")
-    assert not (tmp_path / "two/.work").exists()
+    assert not [*(tmp_path / "two").glob(".*")]

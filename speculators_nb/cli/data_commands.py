@@ -16,12 +16,13 @@ from ..core.provenance import write_provenance
 from ..data.chat_template import tokenizer_errors
 from ..data.pipeline import prepare
 from ..data.prepared_folder import load_prepared, read_data_config
-from ..features.feature_folder import shard, table_of
+from ..features.feature_folder import table_of
 from ..features.from_server import extract_from_server
 from ..features.in_process import extract_features
-from ..jobs.ranks import ranks_of
+from ..jobs.on_ray import on_ray
+from ..jobs.ranks import Ranks, ranks_of, shard
 from ..jobs.servers import one_or_several
-from ..jobs.shared_job import on_ray, one_writer
+from ..jobs.shared_output import one_writer
 from ..nn.draft_vocabulary import load_vocab_mapping, vocab_mapping_from_frequencies
 from ..nn.target_head import text_config, verifier_config
 from ..plan.requirements import features_on_disk, free_disk
@@ -113,15 +114,22 @@ def regenerate(
     concurrency: int = 16,  # conversations in work at once, with a server
     patience: float = 120.0,  # seconds to wait while none of several servers answers
     seed: int = 0,  # of the sampling
+    rank: int = 0,  # which share, where world_size processes share the conversations
+    world_size: int = 1,  # shares; 1: as torchrun or Slurm says, else all of it here
     compute_dtype: str | None = None,  # without a server; auto: bfloat16 where a CPU is faster
     device: str | None = None,  # without a server; auto: layers over all; default: accelerator
     attn_implementation: str | None = None,  # without a server: eager, …; default: as it fits
-    engine: str = "local",  # local: this process; ray: one for each device of a Ray cluster
-) -> Report:  # counts; what failed and why
+    engine: str = "local",  # local: this process; ray: a task for each share on a Ray cluster
+) -> Report:  # counts of this share; what failed and why
     "Let the verifier answer the questions itself."
     check_options(arguments := dict(locals()), "regenerate")
     if engine == "ray":
-        return on_ray(regenerate, arguments | dict(engine="local"), "output")
+        report, *others = on_ray(regenerate, arguments | dict(engine="local"), "output")
+        for other in others:
+            report.add_report(other)
+        _check_answered(report, data, output)
+        return report
+    ranks = _ranks(rank, world_size)
     given: dict[str, Any] = dict(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -131,12 +139,7 @@ def regenerate(
         languages=languages or None,
         limit=max_samples,
     )
-    origin = {"data": data, "verifier": verifier, "server": one_or_several(server)}
-
-    def record(report):
-        if report.done:
-            write_provenance(output, "regenerate", given | dict(model=model), origin, **report)
-
+    share: dict[str, Any] = dict(rank=ranks.rank, world_size=ranks.world_size)
     if server is not None:
         report = regenerate_from_server(
             server,
@@ -146,7 +149,7 @@ def regenerate(
             tokenizer=verifier,
             concurrency=concurrency,
             patience=patience,
-            then=record,
+            **share,
             **given,
         )
     else:
@@ -160,8 +163,28 @@ def regenerate(
             log.info("%d questions; dropped: %s", self_prompts, dict(dropped))
         computed = dtype_of(opened, compute_dtype)
         report = answer_here(
-            opened, tokenizer, data, output, batch_size=batch_size, compute_dtype=computed, then=record, **given
+            opened, tokenizer, data, output, batch_size=batch_size, compute_dtype=computed, **share, **given
         )
+    if ranks.rank == 0 and report.done:
+        origin = {"data": data, "verifier": verifier, "server": one_or_several(server)}
+        write_provenance(output, "regenerate", given | dict(model=model), origin, **report, **_shares(ranks))
+    if ranks.world_size == 1:
+        _check_answered(report, data, output)
+    return report
+
+
+def _ranks(rank, world_size) -> Ranks:
+    "Which share of the rows this process makes: as it is given, else as torchrun or Slurm says."
+    return ranks_of() if world_size == 1 else Ranks(rank, world_size)
+
+
+def _shares(ranks) -> dict[str, int]:
+    "What the record of the first of several shares says, beside its counts."
+    return dict(world_size=ranks.world_size) if ranks.world_size > 1 else {}
+
+
+def _check_answered(report, data, output):
+    "ValueError: there was nothing to answer, or nothing could be answered."
     if not report.done:
         raise ValueError(f"data={str(data)!r}: holds no conversation; name a file that has some")
     if report["failed"] and not report["written"] + report["kept"]:
@@ -171,7 +194,6 @@ def regenerate(
             f"none of {report['failed'].total()} conversations was answered; {n} of them: {reason} (first: {first}). "
             f"{Path(output).with_suffix('.errors.jsonl')} names each; mend it, and run the same command again"
         )
-    return report
 
 
 def _rows(data, tokenizer, max_length, max_samples, vocab_size=None) -> Dataset:
@@ -202,6 +224,9 @@ def log_disk(output_dir: Path, rows: Dataset, hidden_size: int, states: int, dty
         )
 
 
+COUNTED = ("written", "kept", "failed")  # rows of a share
+
+
 def features(
     verifier: str,  # folder or hub id
     data: str,  # prepared folder, or conversations: a file, a folder, hf:<id>, a name: gsm8k
@@ -218,30 +243,25 @@ def features(
     max_tokens: int = 8192,  # padded tokens in one forward pass, with hf
     concurrency: int = 8,  # requests in flight, with vllm
     patience: float = 120.0,  # seconds to wait while none of several servers answers
-    rank: int = 0,  # which share, where world_size fixed shares are made one by one
-    world_size: int = 1,  # fixed shares; 1: all processes that work in output_dir share it
+    rank: int = 0,  # which share, where world_size processes share the rows
+    world_size: int = 1,  # shares; 1: as torchrun or Slurm says, else all of it here
     device: str | None = None,  # with hf; auto: layers over all; default: the accelerator
     attn_implementation: str | None = None,  # with hf: sdpa, eager, …; default: as it fits
     trust_remote_code: bool = False,  # run code that comes with the verifier
-    engine: str = "local",  # local: this process; ray: one for each device of a Ray cluster
-) -> dict:  # counts, and output_dir
+    engine: str = "local",  # local: this process; ray: a task for each share on a Ray cluster
+) -> dict:  # counts of this share; rows and tokens of all; output_dir
     "Write the verifier's hidden states on every row."
     check_options(options := dict(locals()), "features")
     if engine == "ray":
-        return on_ray(features, options | dict(engine="local"), "output_dir")
-    used = one_or_several(server or HERE) if source == "vllm" else None
-    record = dict(source=source, server=used, dtype=dtype, max_length=max_length, max_samples=max_samples)
-    record |= dict(rank=rank, world_size=world_size)
-
-    def then(counts):
-        write_provenance(output_dir, "features", record, {"verifier": verifier, "data": data}, **counts)
-
+        shares = on_ray(features, options | dict(engine="local"), "output_dir")
+        return shares[0] | {name: sum(s[name] for s in shares) for name in COUNTED if name in shares[0]}
+    ranks = _ranks(rank, world_size)
     if source == "vllm":
         assert storage is not None  # or check_options refuses
         rows = _rows(data, open_tokenizer(verifier, trust_remote_code), max_length, max_samples)
         config = text_config(verifier_config(verifier))
         layers = [*aux_layer_ids, config.num_hidden_layers] if aux_layer_ids else None
-        share = rows.select(shard(len(rows), rank, world_size))
+        share = rows.select(shard(len(rows), ranks.rank, ranks.world_size))
         RowLimits.of(config).warn(log, "features", rows["seq_len"][:])
         log_disk(output_dir, share, config.hidden_size, len(layers or range(4)), dtype)
         counts = extract_from_server(
@@ -252,11 +272,10 @@ def features(
             layers,
             concurrency=concurrency,
             dtype=dtype,
-            rank=rank,
-            world_size=world_size,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
             patience=patience,
             shard_gb=shard_gb,
-            then=then,
         )
     else:
         loaded = "float32" if compute_dtype == "float32" else "auto"
@@ -265,7 +284,7 @@ def features(
         )
         vocab_size = model.model.get_input_embeddings().get_parameter("weight").shape[0]
         rows = _rows(data, tokenizer, max_length, max_samples, vocab_size)
-        share = rows.select(shard(len(rows), rank, world_size))
+        share = rows.select(shard(len(rows), ranks.rank, ranks.world_size))
         log_disk(output_dir, share, model.hidden_size, len(model.aux_layer_ids) + 1, dtype)
         counts = extract_features(
             model,
@@ -273,12 +292,16 @@ def features(
             output_dir,
             dtype=dtype,
             max_tokens=max_tokens,
-            rank=rank,
-            world_size=world_size,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
             compute_dtype=dtype_of(model, compute_dtype),
             shard_gb=shard_gb,
-            then=then,
         )
+    if ranks.rank == 0:
+        used = one_or_several(server or HERE) if source == "vllm" else None
+        record = dict(source=source, server=used, dtype=dtype, max_length=max_length, max_samples=max_samples)
+        origin = {"verifier": verifier, "data": data}
+        write_provenance(output_dir, "features", record, origin, **counts, **_shares(ranks))
     return counts | dict(rows=len(rows), tokens=sum(rows["seq_len"]), output_dir=output_dir)
 
 

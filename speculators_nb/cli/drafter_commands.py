@@ -26,7 +26,7 @@ from ..evaluate.shared_prompts import evaluation_job
 from ..evaluate.while_training import LENGTH, PROMPTS, decoded_acceptance, draft_length
 from ..features.extraction import extraction_options, writable_storage
 from ..jobs.servers import one_or_several
-from ..jobs.shared_job import one_writer
+from ..jobs.shared_output import one_writer
 from ..lab.experiment import settings
 from ..lab.experiment_page import write_runs_page
 from ..lab.grid import Experiment, announce, grid

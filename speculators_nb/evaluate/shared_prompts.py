@@ -1,87 +1,84 @@
-"""Several processes decode the prompts of one evaluation, each the next one when it is free.
+"""The prompts of one evaluation, decoded by the ranks of a launch: each its share, then whatever is missing.
 All of them return the tables of one process that decoded every prompt."""
 
 import contextlib
+import hashlib
 import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from ..core.files import disk_errors, read_object
+from ..core.files import disk_errors
 from ..core.provenance import identify
 from ..decode.generate import Generation, Step
 from ..decode.tree import Drafter
 from ..jobs.ranks import ranks_of
-from ..jobs.shared_job import LEASE, SharedJob, one_writer
+from ..jobs.shared_output import one_writer
 from ..verifier.tapped_model import Verifier
 from .acceptance import decode_prompts
 
+# Each rank has a file of its own in the output folder, to which it appends its answers, and reads those of all others.
+# Who has done its share decodes what is not there yet, from the end, so that a rank that was killed is not waited for.
+# An evaluation that was interrupted continues with the files; the first rank removes them once the tables are written.
 
-class SharedPrompts(SharedJob):
-    """A context: the prompts of one evaluation, shared by all processes that open it. Answers are on the disk, each
-    under the number of its unit. It ends when the ranks of the launch were all there."""
+PATIENCE = 60.0  # seconds that the first rank waits for others to begin
+
+
+class SharedPrompts:
+    "A context: the answers to the prompts of one evaluation, by all ranks that open it."
 
     def __init__(
         self,
-        output_dir: str | os.PathLike,  # of the evaluation, seen by all processes
-        about: dict,  # what all must agree on (JSON)
+        output_dir: str | os.PathLike,  # of the evaluation, seen by all ranks
+        about: dict,  # what decides the answers (JSON): others in the folder are not used
     ):
-        super().__init__(Path(output_dir) / ".work", output_dir, "output_dir", about)
-        self.answers: dict[int, dict] = {}  # unit -> tokens, steps, finish_reason
-        self.over = True  # whether nobody needs the files any more
-        self.units_before = 0  # prompts of earlier calls of `decode`
-
-    def recover(self):
-        "Read the answers of workers that are gone, if they had the same to do."
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            if read_object(self.folder / "job.json")["about"] == self.about:
-                self.read()
-
-    def at_start(self):
-        "The units whose answers former workers have left."
-        if self.answers:
-            self.write(self.answers)
-        return sorted(self.answers)
-
-    def write(self, answers):
-        "Add answers to this worker's file. DiskError."
-        path = self.folder / f"{self.me.name}.answers"
-        with disk_errors(self.folder), path.open("a") as file:
-            file.writelines(f"{json.dumps(pair)}\n" for pair in answers.items())
-            file.flush()
-            os.fsync(file.fileno())
-
-    def read(self):
-        "Read what was added to the files since the last time."
-        self.answers |= dict(map(json.loads, self._added("*.answers")))
-
-    def _clear(self):
-        "Remove all files but the lock, and the answers of an evaluation that is not over."
-        for path in self.folder.iterdir():
-            kept = path.name == "job.json" or path.suffix == ".answers"
-            if path.name != ".lock" and not (kept and not self.over):
-                path.unlink(missing_ok=True)
+        self.folder = Path(output_dir)
+        self.job = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:12]
+        self.ranks = ranks_of()
+        self.answers: dict[int, dict] = {}  # number of the prompt, over all calls of `decode` -> its answers
+        self.prompts = 0  # of earlier calls of `decode`
+        self._files: dict[Path, BinaryIO] = {}  # open for reading, also once they are removed
+        self._ends: dict[Path, int] = {}  # bytes that were read
 
     def __enter__(self):
-        super().__enter__()
-        self.settled |= dict.fromkeys(self.start, 1)
-        (self.folder / f"{ranks_of().rank}.rank").touch()
-        self.over = False
+        self._held = contextlib.ExitStack()
+        self._held.enter_context(one_writer(self.folder))
+        with disk_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.own = self.folder / f".{self.job}.{self.ranks.rank}.answers"
+            self._own = self._held.enter_context(self.own.open("ab"))
+        self.read()
         return self
 
-    def finish(self, function: Callable[[], Any]) -> Any:
-        "Run the end of an evaluation once, after all prompts; its result in the process that ran it."
-        end = time.monotonic() + LEASE
-        while len([*self.folder.glob("*.rank")]) < ranks_of().world_size:
-            if time.monotonic() > end:
-                break
-            time.sleep(0.05)
-        result = super().finish(function)
-        self.over = True
-        return result
+    def __exit__(self, kind, *_):
+        if kind and not self._own.tell():  # nothing came of it
+            self.own.unlink(missing_ok=True)
+        self._held.close()
+
+    def read(self) -> None:
+        "Read what all ranks have added since the last time; a line that is not whole is read later, or never."
+        for path in self.folder.glob(f".{self.job}.*.answers"):
+            if path not in self._files:
+                with contextlib.suppress(FileNotFoundError):
+                    self._files[path] = self._held.enter_context(path.open("rb"))
+        for path, file in self._files.items():
+            file.seek(self._ends.get(path, 0))
+            lines = file.read()
+            lines = lines[: lines.rfind(b"\n") + 1]
+            self._ends[path] = self._ends.get(path, 0) + len(lines)
+            for line in lines.splitlines():
+                with contextlib.suppress(ValueError):  # torn by a kill
+                    number, answers = json.loads(line)
+                    self.answers[number] = answers
+
+    def _write(self, number, answers):
+        "Add answers to this rank's file, on a line of their own. DiskError."
+        with disk_errors(self.folder):
+            self._own.write(b"\n" + json.dumps([number, answers]).encode() + b"\n")
+            self._own.flush()
 
     def decode(
         self,
@@ -94,26 +91,35 @@ class SharedPrompts(SharedJob):
         **options: Any,  # further arguments of `decode_prompts`
     ) -> Iterator[dict[str, Generation]]:
         "Answers to all prompts in their order, each when it is there, whoever decoded it."
-        if any(hasattr(drafter, "finish") for drafter in drafters.values()):
-            options["seed"] = seed
-            yield from decode_prompts(verifier, drafters, prompts, temperature, **options)
+        if any(hasattr(drafter, "finish") for drafter in drafters.values()):  # it learns from each answer
+            yield from decode_prompts(verifier, drafters, prompts, temperature, seed=seed, **options)
             return
-        first, n = self.units_before, 0
-        self.units_before += len(prompts)
-        for unit in self.units(range(first, first + len(prompts))):
-            if unit is not None:
-                options["seed"] = seed + unit - first
-                only = [prompts[unit - first]]
-                answers = decode_prompts(verifier, drafters, only, temperature, **options)
-                self.write({unit: _as_json(next(answers))})
-                self.settle(unit)
+        first, self.prompts = self.prompts, self.prompts + len(prompts)
+        mine = [i for i in range(len(prompts)) if i % self.ranks.world_size == self.ranks.rank]
+        others = [i for i in range(len(prompts)) if i % self.ranks.world_size != self.ranks.rank]
+        n = 0
+        for i in mine + others[::-1]:
             self.read()
+            if first + i not in self.answers:
+                (answers,) = decode_prompts(verifier, drafters, [prompts[i]], temperature, seed=seed + i, **options)
+                self.answers[first + i] = _as_json(answers)
+                self._write(first + i, self.answers[first + i])
             while n < len(prompts) and first + n in self.answers:
                 yield _from_json(prompts[n], self.answers[first + n])
                 n += 1
-        self.read()
-        for i in range(n, len(prompts)):
-            yield _from_json(prompts[i], self.answers[first + i])
+
+    def finish(self, function: Callable[[], Any]) -> None:
+        "Run the end of an evaluation once, in the first rank, after all ranks have begun."
+        if self.ranks.rank > 0:
+            return
+        end = time.monotonic() + PATIENCE
+        while len([*self.folder.glob(f".{self.job}.*.answers")]) < self.ranks.world_size:
+            if time.monotonic() > end:
+                break
+            time.sleep(0.05)
+        function()
+        for path in self.folder.glob(".*.*.answers"):
+            path.unlink(missing_ok=True)
 
 
 _STORED = ("tokens", "steps", "finish_reason", "seconds")  # of an answer
@@ -141,9 +147,9 @@ class Alone:
 
     decode = staticmethod(decode_prompts)
 
-    def finish(self, function: Callable[[], Any]) -> Any:
+    def finish(self, function: Callable[[], Any]) -> None:
         "Run the end of an evaluation, after all prompts."
-        return function()
+        function()
 
 
 @contextlib.contextmanager

@@ -1,8 +1,7 @@
 """Client for vLLM servers that extract hidden states of the verifier (target model), into files or Mooncake.
-Which file a reply may name, the writer's lock, bytes in flight, what killed clients left; several servers as one."""
+Which file a reply may name, the writer's lock, what killed clients left; several servers as one."""
 
 import contextlib
-import ctypes
 import errno
 import hashlib
 import json
@@ -13,7 +12,6 @@ import socket
 import stat
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
@@ -146,36 +144,6 @@ def collect(
             if getattr(e, "final", False) or time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
-
-
-class MemoryLimit:
-    "A bound on the bytes in flight. What is larger than the bound waits until it is alone."
-
-    def __init__(
-        self,
-        size: int | None,  # bytes; None: no bound
-    ):
-        self.size = size
-        self.used = 0
-        self.peak = 0
-        self.changed = threading.Condition()
-
-    @contextlib.contextmanager
-    def reserve(
-        self,
-        n: int,  # bytes
-    ):
-        "Wait until n bytes are free, and reserve them for the block."
-        with self.changed:
-            self.changed.wait_for(lambda: self.size is None or not self.used or self.used + n <= self.size)
-            self.used += n
-            self.peak = max(self.peak, self.used)
-        try:
-            yield
-        finally:
-            with self.changed:
-                self.used -= n
-                self.changed.notify_all()
 
 
 HOST = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:8]
@@ -374,46 +342,22 @@ class _Connection:
 
     def __init__(self, address):
         self.address = address
-        self._reset()
-        _opened.add(self)
-
-    def _reset(self):
-        self.lock, self.transfer, self.readers = threading.Lock(), None, None
-
-    def leave_to_parent(self):
-        "In a forked child: the client is the parent's; it is not used here, and never closed."
-        for of_parent in (self.transfer, self.readers):
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(of_parent))
-        self._reset()
-
-    def __reduce__(self):
-        return _connection, (self.address,)
+        self.lock = threading.Lock()
+        self.transfer: Any = None
+        self.readers = ThreadPoolExecutor(4, "mooncake")
 
     def open(self) -> tuple[Any, ThreadPoolExecutor]:
         "The client, and the threads that read."
         with self.lock:
             if self.transfer is None:
                 self.transfer = open_store(self.address)
-            if self.readers is None:
-                self.readers = ThreadPoolExecutor(4, "mooncake")
             return self.transfer, self.readers
 
 
-_opened: weakref.WeakSet[_Connection] = weakref.WeakSet()
-
-
 @cache
-def _connection(address):
-    "One for all servers of a store."
+def _connection(address, process):
+    "One for all servers of a store, in each process: a forked child leaves its parent's alone, and open."
     return _Connection(address)
-
-
-def _leave_to_parent():
-    for connection in list(_opened):
-        connection.leave_to_parent()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def _in_a_line(error):
@@ -433,10 +377,13 @@ class MooncakeStates:
         address: MooncakeAddress,  # of its master
     ):
         self.where = f"mooncake://{address.host}:{address.port}"
-        self.connection = _connection(address)
+        self.address = address
         # request -> key of each object -> its manifest; None: it was waited for
         self.objects: dict[str, dict[str, dict | None]] = {}
-        self.connection.open()
+        self._open()
+
+    def _open(self):
+        return _connection(self.address, os.getpid()).open()
 
     def note(
         self,
@@ -456,7 +403,7 @@ class MooncakeStates:
         error = None
         for key, unread in self.objects.pop(request, {}).items():
             try:
-                transfer, readers = self.connection.open()
+                transfer, readers = self._open()
                 if unread:
                     wait = readers.submit(transfer.store.get_sample, unread, self.late)
                     wait.exception()  # None: it is there; an error: it does not come
@@ -475,7 +422,7 @@ class MooncakeStates:
     ) -> torch.Tensor:  # [seq, A+1, H]
         "States of a request. FeatureError: not there in time, torn, of other tokens."
         manifest = manifest_of(params, request)
-        transfer, readers = self.connection.open()
+        transfer, readers = self._open()
         self.objects.setdefault(request, {})[manifest["handle"]] = None
         where = f"{self.where} {manifest['handle']}"
         try:

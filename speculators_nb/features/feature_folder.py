@@ -144,17 +144,6 @@ def check_origin(
         )
 
 
-def shard(
-    n: int,  # rows
-    rank: int = 0,  # of this process
-    world_size: int = 1,  # processes
-) -> range:  # its rows
-    "Every `world_size`-th row: the shares are disjoint, and differ by one row at most."
-    if not 0 <= rank < world_size:
-        raise ValueError(f"rank={rank} of world_size={world_size}: ranks count from 0 to world_size - 1")
-    return range(rank, n, world_size)
-
-
 def _set_up(folder, dataset, config):
     "Write the rows and their record into a folder; one process at a time."
     refuse_model(folder, drafters=True)
@@ -193,7 +182,7 @@ class FeatureFolder:
         dataset: Dataset,  # from `prepare`: input_ids, loss_mask, seq_len
         config: dict,  # from `origin`
         indices: Iterable[int] | None = None,  # rows to make, e.g. from `shard(…)`; None: all
-        alone: bool = True,  # nobody else makes these rows: what is unfinished or damaged goes
+        alone: bool = True,  # nobody else writes into the folder
         shard_gb: float | None = None,  # GB of a file of many rows; None: a file for each row
     ):
         self.path = Path(out_dir)
@@ -203,36 +192,23 @@ class FeatureFolder:
         self.lengths = [int(n) for n in dataset["seq_len"][:]]
         self.wanted = sorted(set(range(len(dataset)) if indices is None else indices))
         _set_up(self.path, dataset, config)
-        if alone:
-            self.remove_unfinished()
+        remove_half_files(self.path, {*self.wanted}, alone)
+        remove_unfinished(self.path / FOLDER, alone)
         self.shards = FeatureShards(self.path, len(dataset))
-        for e in self.shards.damaged if alone else ():
+        for e in self.shards.damaged:
             log.warning("removed, its rows are made again: %s", e)
             e.path.unlink(missing_ok=True)
         files = row_files(self.path)
         self.todo = [i for i in self.wanted if not (self._in_shard(i) or self._in_file(i, files))]
-
-        self.stored: set[int] = set()  # rows that were written here, and are whole on the disk
         self.writer: ShardWriter | None = None
         if shard_gb is not None:
-            self.writer = ShardWriter(self.path, self.dtype, shard_gb, self.stored.update)
-
-    def remove_unfinished(self) -> None:
-        "Delete what killed processes have left; while nobody writes these rows."
-        remove_half_files(self.path, {*self.wanted})
-        remove_unfinished(self.path / FOLDER)
-
-    def has(
-        self,
-        i: int,  # row
-    ) -> bool:  # whether it is stored complete and of its tokens
-        "Check header, shape and tokens; the states are checked when they are read."
-        return self._in_shard(i) or self._in_file(i, (i,))
+            self.writer = ShardWriter(self.path, self.dtype, shard_gb)
 
     def _in_shard(self, i):
         return 0 < self.lengths[i] == self.shards.tokens_in(i)
 
     def _in_file(self, i, files):
+        "Whether a row is stored complete and of its tokens; the states are checked when they are read."
         if i not in files:
             return False
         try:
@@ -257,7 +233,6 @@ class FeatureFolder:
                 self.writer.write(i, states, self.tokens[i])
             else:
                 write_features(feature_path(self.path, i), states, self.tokens[i], self.dtype)
-                self.stored.add(i)
 
     def close(self) -> None:
         "Finish the last shard. DiskError: the disk is full, read-only or gone."

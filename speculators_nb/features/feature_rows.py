@@ -2,14 +2,10 @@
 with a checksum that every read checks. `FeatureRows` is a source of features: a PyTorch dataset of samples."""
 
 import contextlib
-import errno
-import hashlib
-import json
 import logging
 import os
 import re
 import secrets
-import socket
 import threading
 import time
 import zlib
@@ -23,7 +19,7 @@ import torch
 from safetensors import safe_open
 
 from ..core.checkpoints import load_pickle, save_tensors
-from ..core.files import disk_errors, writable_folder
+from ..core.files import writable_folder
 
 
 class FeatureError(ValueError):
@@ -147,13 +143,12 @@ _WRITING = re.compile(r"\.tmp\w{6}")  # as safetensors' own writer names a file 
 def remove_half_files(
     folder: str | os.PathLike,  # of features
     rows: Collection[int],  # that nobody is writing
+    alone: bool,  # nor any other row
 ) -> None:
     "Delete files of rows that killed processes have left half written."
-    names = os.listdir(folder)
-    others = sum(name.startswith(".work") for name in names) > 1  # who may write other rows
-    for name in names:
+    for name in os.listdir(folder):
         row = re.fullmatch(r"\.hs_(\d+)\..*", name)
-        if int(row[1]) in rows if row else _WRITING.fullmatch(name) and not others:
+        if int(row[1]) in rows if row else alone and _WRITING.fullmatch(name):
             with contextlib.suppress(OSError):
                 Path(folder, name).unlink(missing_ok=True)
 
@@ -439,31 +434,7 @@ class FeatureRows(torch.utils.data.Dataset):
 
 log = logging.getLogger(__name__)
 FOLDER = "shards"  # in a feature folder
-HEADER = 4096  # bytes; the states begin behind it
 KIND = "speculators_nb feature shard 1"
-# what safetensors calls the dtypes
-CODES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", FP8: "F8_E4M3"}
-
-
-def _bytes_of(t):
-    return memoryview(t.contiguous().reshape(-1).view(torch.uint8).numpy())
-
-
-class ShardTail(NamedTuple):
-    "What a shard holds besides the states: small, and kept in memory until it is closed."
-
-    rows: list[int]
-    starts: list[int]  # one more than rows; the last is the number of tokens
-    checksums: list[int]
-    token_ids: list[torch.Tensor]  # of each row
-    scales: list[torch.Tensor]  # of each row of fp8 states
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        "As they are stored."
-        index = {"rows": self.rows, "starts": self.starts, "checksums": self.checksums}
-        tensors = {name: torch.tensor(x, dtype=torch.long) for name, x in index.items()}
-        scales = {SCALES[0]: torch.cat(self.scales)} if self.scales else {}
-        return tensors | {"token_ids": torch.cat(self.token_ids)} | scales
 
 
 def index_checksum(
@@ -473,123 +444,15 @@ def index_checksum(
     return checksum_of({name: tensors[name] for name in ("rows", "starts", "checksums")})
 
 
-def shard_header(
-    shape: tuple[int, ...],  # A+1, H
-    dtype: torch.dtype,  # of the states
-    tail: dict[str, torch.Tensor],  # from `ShardTail.tensors`
-) -> bytes:  # `HEADER` bytes
-    "The beginning of a shard, as the safetensors format defines it."
-    n = int(tail["starts"][-1])
-    at = n * int(np.prod(shape)) * dtype.itemsize
-    metadata = {"kind": KIND, "index": index_checksum(tail)}
-    states = {"dtype": CODES[dtype], "shape": [n, *shape], "data_offsets": [0, at]}
-    header: dict[str, Any] = {"__metadata__": metadata, "hidden_states": states}
-    for name, t in tail.items():
-        code = "F32" if t.is_floating_point() else "I64"
-        end = at + t.numel() * t.element_size()
-        header[name] = {"dtype": code, "shape": [*t.shape], "data_offsets": [at, end]}
-        at = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    return (HEADER - 8).to_bytes(8, "little") + text.ljust(HEADER - 8)
-
-
-_NUMBERS = os.path.realpath("/proc/self/ns/pid").split(":")[-1]  # of the container
-_HOST = hashlib.sha256(f"{socket.gethostname()} {_NUMBERS}".encode()).hexdigest()[:8]
-
-
-class OpenShard:
-    "A shard that is being written, under a hidden name, and how it ends."
-
-    def __init__(
-        self,
-        folder: Path,  # of the shards
-        dtype: torch.dtype,  # of the states
-    ):
-        self.dtype = dtype
-        self.name = f"{secrets.token_hex(8)}.safetensors"
-        self.path = folder / self.name
-        self.hidden = folder / f".{_HOST}-{os.getpid()}-{self.name}"
-        self.tail = ShardTail([], [0], [], [], [])
-        self.shape: tuple[int, ...] = ()
-        self.size = HEADER  # bytes of header and states
-        self.file = open(self.hidden, "xb", buffering=0)  # noqa: SIM115 (until `finish`)
-        self.file.seek(HEADER)
-
-    def add(
-        self,
-        i: int,  # row
-        tensors: dict[str, torch.Tensor],  # as from `encode_row`
-        checksum: str,  # of them
-    ) -> None:
-        "Append a row. OSError: the disk; the rows before it stay."
-        states, tail = tensors["hidden_states"], self.tail
-        shape = tuple(states.shape[1:])
-        if self.shape not in ((), shape) or states.dtype != self.dtype:
-            raise FeatureError(
-                f"row {i}",
-                f"states [seq, {', '.join(map(str, shape))}] of {states.dtype}, the shard has "
-                f"[seq, {', '.join(map(str, self.shape))}] of {self.dtype}",
-            )
-        self._write(_bytes_of(states))
-        self.shape = shape
-        self.size += states.numel() * states.element_size()
-        tail.rows.append(i)
-        tail.starts.append(tail.starts[-1] + len(states))
-        tail.checksums.append(int(checksum, 16))
-        tail.token_ids.append(tensors["token_ids"])
-        if SCALES[0] in tensors:
-            tail.scales.append(tensors[SCALES[0]])
-
-    def _write(self, data):
-        "All of `data` behind what is there, or nothing of it."
-        try:
-            while data:
-                data = data[self.file.write(data) :]
-        except OSError:
-            self.file.truncate(self.size)
-            self.file.seek(self.size)
-            raise
-
-    def drop_last(self) -> None:
-        "Give the last row's bytes back: its states make room for the tail."
-        tail = self.tail
-        for column in (c for c in tail if c):
-            column.pop()
-        row = int(np.prod(self.shape)) * self.dtype.itemsize
-        self.size = HEADER + tail.starts[-1] * row
-        self.file.truncate(self.size)
-
-    def finish(self) -> None:
-        "Write tail and header, and give the shard its name. OSError: the disk."
-        tail = self.tail.tensors()
-        self.file.seek(self.size)
-        for t in tail.values():
-            self._write(_bytes_of(t))
-        self.file.seek(0)
-        self.file.write(shard_header(self.shape, self.dtype, tail))
-        os.fsync(self.file.fileno())
-        self.file.close()
-        os.replace(self.hidden, self.path)
-        fd = os.open(self.path.parent, os.O_RDONLY)
-        with contextlib.suppress(OSError):  # some file systems cannot
-            os.fsync(fd)
-        os.close(fd)
-
-    def discard(self) -> None:
-        "Remove the unfinished file."
-        self.file.close()
-        self.hidden.unlink(missing_ok=True)
-
-
 class ShardWriter:
-    """Appends rows to shards of about one size; as a context manager it closes the last one.
-    May be used by several threads."""
+    """Collects rows in memory and writes shards of about one size, each whole or not at all; as a context manager it
+    writes the last one. May be used by several threads."""
 
     def __init__(
         self,
         data_dir: str | os.PathLike,  # feature folder; shards go to its folder `shards`
         dtype: torch.dtype | str = torch.bfloat16,  # of the states
-        shard_gb: float = 2.0,  # GB of a shard
+        shard_gb: float = 2.0,  # GB of a shard, and of memory
         finished: Callable[[list[int]], None] | None = None,  # called with a shard's rows
     ):
         self.folder = Path(data_dir) / FOLDER
@@ -597,7 +460,10 @@ class ShardWriter:
         self.dtype = stored_dtype(dtype)
         self.limit = shard_gb * 1e9
         self.lock = threading.Lock()
-        self.open: OpenShard | None = None
+        self.states = torch.empty(0)  # [tokens of a shard, A+1, H]; filled from its beginning
+        self.rows: list[int] = []
+        self.starts, self.checksums = [0], []  # where rows begin in `states`; [n+1], [n]
+        self.others: dict[str, list[torch.Tensor]] = {}  # of each row: token_ids, scales of fp8
         writable_folder(self.folder)
 
     def add(
@@ -606,40 +472,40 @@ class ShardWriter:
         tensors: dict[str, torch.Tensor],  # as from `encode_row`
         checksum: str,  # of them
     ) -> None:
-        """Add a row as it is stored. DiskError: the disk is full, read-only or gone, and the
-        rows before this one are kept."""
-        size = tensors["hidden_states"].numel() * self.dtype.itemsize
-        with self.lock, disk_errors(self.folder):
-            if self.open and self.open.tail.rows and self.open.size + size > self.limit:
-                self._finish()
-            if self.open is None:
-                self.open = OpenShard(self.folder, self.dtype)
-            try:
-                self.open.add(i, tensors, checksum)
-            except OSError:
-                self._finish()
-                raise
+        """Add a row as it is stored. DiskError: the disk is full, read-only or gone, and the rows of the shard that was
+        to be written are lost."""
+        states = tensors["hidden_states"]
+        with self.lock:
+            if self.rows and (states.shape[1:] != self.states.shape[1:] or states.dtype != self.dtype):
+                its, other = (", ".join(map(str, x.shape[1:])) for x in (states, self.states))
+                raise FeatureError(
+                    f"row {i}", f"states [seq, {its}] of {states.dtype}, the shard has [seq, {other}] of {self.dtype}"
+                )
+            if self.rows and self.starts[-1] + len(states) > len(self.states):
+                self._write_shard()
+            if not self.rows:
+                most = int(self.limit // max(1, states[:1].nbytes))
+                self.states = torch.empty(max(most, len(states)), *states.shape[1:], dtype=self.dtype)
+            self.states[self.starts[-1] : self.starts[-1] + len(states)] = states
+            self.rows.append(i)
+            self.starts.append(self.starts[-1] + len(states))
+            self.checksums.append(int(checksum, 16))
+            for name in ("token_ids", SCALES[0]):
+                if name in tensors:
+                    self.others.setdefault(name, []).append(tensors[name])
 
-    def _finish(self):
-        "Close the open shard. OSError: the disk; rows that left no room for the tail are lost."
-        shard, self.open, full = self.open, None, None
-        try:
-            while shard and shard.tail.rows:
-                try:
-                    shard.finish()
-                    break
-                except OSError as e:
-                    if e.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                        raise
-                    full = e
-                    shard.drop_last()
-            if shard and shard.tail.rows and self.finished:
-                self.finished(shard.tail.rows)
-        finally:
-            if shard:
-                shard.discard()
-        if full:
-            raise full
+    def _write_shard(self):
+        "DiskError."
+        rows, self.rows = self.rows, []
+        index = {"rows": rows, "starts": self.starts, "checksums": self.checksums}
+        tensors = {name: torch.tensor(x, dtype=torch.long) for name, x in index.items()}
+        metadata = {"kind": KIND, "index": index_checksum(tensors)}
+        tensors |= {name: torch.cat(parts) for name, parts in self.others.items()}
+        tensors["hidden_states"] = self.states[: self.starts[-1]]
+        self.starts, self.checksums, self.others = [0], [], {}
+        save_tensors(tensors, self.folder / f"{secrets.token_hex(8)}.safetensors", metadata)
+        if self.finished:
+            self.finished(rows)
 
     def write(
         self,
@@ -647,15 +513,15 @@ class ShardWriter:
         states: torch.Tensor,  # [seq, A+1, H]
         token_ids,  # [seq]
     ) -> None:
-        """Add a row. FeatureError: not finite; DiskError: the disk is full, read-only or gone,
-        and the rows before this one are kept."""
+        "Add a row. FeatureError: not finite; DiskError: as of `add`."
         tensors = encode_row(f"row {i}", states, token_ids, self.dtype)
         self.add(i, tensors, checksum_of(tensors))
 
     def close(self) -> None:
-        "Finish the last shard. DiskError: the disk is full, read-only or gone."
-        with self.lock, disk_errors(self.folder):
-            self._finish()
+        "Write the last shard. DiskError: the disk is full, read-only or gone."
+        with self.lock:
+            if self.rows:
+                self._write_shard()
 
     def __enter__(self):
         return self
@@ -664,27 +530,15 @@ class ShardWriter:
         self.close()
 
 
-def _is_running(pid):
-    try:
-        os.kill(pid, 0)
-    except OSError as e:
-        return isinstance(e, PermissionError)
-    return True
-
-
 def remove_unfinished(
     folder: Path,  # of the shards
-    older_than: float = 86400.0,  # seconds; for files of other hosts
+    alone: bool,  # whether nobody else writes there
+    older_than: float = 86400.0,  # seconds; for files that another process may be writing
 ) -> None:
-    "Delete what killed processes have left: of this host, or old."
-    for path in folder.glob(".*-*-*.safetensors"):
-        host, pid, _ = path.name[1:].split("-", 2)
-        with contextlib.suppress(OSError, ValueError):
-            if host != _HOST:
-                abandoned = time.time() - path.stat().st_mtime > older_than
-            else:
-                abandoned = not _is_running(int(pid))
-            if abandoned:
+    "Delete the hidden files that killed processes have left."
+    for path in folder.glob(".*"):
+        with contextlib.suppress(OSError):
+            if alone or time.time() - path.stat().st_mtime > older_than:
                 path.unlink()
 
 

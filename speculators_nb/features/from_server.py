@@ -5,9 +5,8 @@ import base64
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import torch
 from datasets import Dataset
@@ -16,11 +15,12 @@ from ..core.concurrency import Breaker, concurrently
 from ..core.files import DiskError
 from ..core.http_client import EndpointError
 from ..data.images import FORMATS, open_picture, picture_file
+from ..jobs.ranks import shard
 from ..jobs.servers import addresses_of
-from .extraction import HiddenStatesClient, HiddenStatesPool, MemoryLimit, open_states
-from .feature_folder import FeatureFolder, disk_error, origin, shard, split_of, table_of
+from ..jobs.shared_output import share_writer
+from .extraction import open_states
+from .feature_folder import FeatureFolder, disk_error, origin, split_of, table_of
 from .feature_rows import FeatureError, FeatureRow, FeatureRows
-from .in_process import feature_job
 
 log = logging.getLogger(__name__)
 
@@ -53,120 +53,21 @@ def more_than_text(
     ]
 
 
-class RowWriter:
-    "Requests the states of one row, and writes them into a folder."
-
-    def __init__(
-        self,
-        client: HiddenStatesClient | HiddenStatesPool,  # of the servers
-        folder: FeatureFolder,  # gets the files
-        dataset: Dataset,  # the rows
-        max_bytes: int | None,  # states in flight; None: no bound
-    ):
-        self.client = client
-        self.folder = folder
-        self.limit = MemoryLimit(max_bytes)
-        self.table = dataset.with_format(None)
-        self.with_messages = "messages" in dataset.column_names
-        self.token_bytes = self.hidden_size = 0  # known after the first row
-
-    def __call__(
-        self,
-        i: int,  # row
-    ) -> None:
-        "Nothing, where it is there. Errors: FeatureError, EndpointError, DiskError."
-        folder = self.folder
-        if folder.has(i):  # by a process that was killed before it could settle it
-            folder.stored.add(i)
-            return
-        with self.limit.reserve(folder.lengths[i] * self.token_bytes):
-            messages = more_than_text(self.table[i]) if self.with_messages else None
-            states = self.client.states(folder.tokens[i], messages)
-            self.token_bytes = states[0].numel() * states.element_size()
-            self.hidden_size = states.shape[-1]
-            folder.write(i, states)
-
-
-class _ServerExtraction:
-    "Requests the rows of a folder until the job is done: claimed, requested, settled."
-
-    def __init__(self, job, folder, writer, breaker):
-        self.job, self.folder, self.writer, self.breaker = job, folder, writer, breaker
-        self.start = job.agree(dict(rows=len(folder.todo)))  # what the first process found
-        longest_first = sorted(folder.todo, key=lambda i: -folder.lengths[i])
-        self.bar = folder.progress()
-        self.units = job.units(longest_first, self.show)
-        self.shown = 0  # rows of `settled` in the bar
-        self.hand: set[int] = set()  # rows that were answered, and are in an open shard
-
-    def show(self):
-        "Bring the bar up to date: all rows of the job."
-        settled = list(self.job.settled)[self.shown :]
-        self.shown += len(settled)
-        self.bar.update(sum(self.folder.lengths[i] for i in settled))
-
-    def claimed(self, most=None):
-        "Rows to request now, at most so many; ends where it is time to wait for others."
-        for unit in self.units:
-            if unit is None:
-                self.waits = True
-                return
-            yield unit
-            if most is not None and (most := most - 1) < 1:
-                return
-
-    def settle(self):
-        "Settle what is whole on the disk."
-        whole = self.hand & self.folder.stored  # once: threads add to it meanwhile
-        for i in whole:
-            self.job.settle(i)
-        self.hand -= whole
-        self.show()
-
-    def request(self, rows, concurrency):
-        "Request rows, as they are claimed; those that fail are named and counted."
-        for i, result in concurrently(self.writer, rows, concurrency):
-            of_row = isinstance(result, (FeatureError, EndpointError))
-            if isinstance(result, Exception) and not of_row:
-                raise result
-            if self.breaker.see(result):
-                self.hand.add(i)
-            else:
-                log.warning("row %d: %s", i, result)
-                self.job.settle(i, 0)
-            self.settle()
-
-    def write(self, concurrency):
-        "Do what others do not, until all is settled. The first row goes alone."
-        most, n = 1, 1
-        with self.folder, self.bar:
-            while True:
-                self.waits, before = False, len(self.job.settled)
-                self.folder.shards.refresh()  # perhaps a former holder was killed
-                self.request(self.claimed(most), n)
-                most, n = None, concurrency
-                if self.waits:
-                    self.folder.close()
-                    self.settle()
-                elif before == len(self.job.settled):
-                    return
-
-    def complete(self, then):
-        "Counts of the whole job, which `then` gets; rows that are gone although they are settled are made again."
-        self.folder.shards.refresh()
-        failed = {i for i, rows in self.job.settled.items() if not rows}
-        mine = self.folder.stored | failed
-        with self.folder:
-            for i in self.folder.todo:
-                if i not in mine:
-                    self.writer(i)
-        self.folder.remove_unfinished()  # of processes that were killed
-        written = self.start["rows"] - len(failed)
-        kept = len(self.folder.wanted) - self.start["rows"]
-        counts = {"written": written, "kept": kept, "failed": len(failed)}
-        if then:
-            then(counts)
-        return counts
+def _request_missing(folder, request, concurrency, breaker) -> int:
+    """Request the missing rows, the longest first; how many failed, each of which is named. The first goes alone: a
+    server with wrong options is refused before much is asked of it."""
+    failed = 0
+    longest_first = sorted(folder.todo, key=lambda i: -folder.lengths[i])
+    with folder, folder.progress() as bar:
+        for rows, n in ((longest_first[:1], 1), (longest_first[1:], concurrency)):
+            for i, result in concurrently(request, rows, n):
+                if isinstance(result, Exception) and not isinstance(result, (FeatureError, EndpointError)):
+                    raise result
+                if not breaker.see(result):
+                    log.warning("row %d: %s", i, result)
+                    failed += 1
+                bar.update(folder.lengths[i])
+    return failed
 
 
 def extract_from_server(
@@ -177,33 +78,40 @@ def extract_from_server(
     layer_ids: list[int] | None = None,  # slots, last included; None: server connector's
     concurrency: int = 8,  # requests in flight
     dtype: torch.dtype | str = torch.bfloat16,  # of the stored states
-    rank: int = 0,  # which rows, where `world_size` processes have a fixed share each
-    world_size: int = 1,  # 1: all processes that work in the folder share its rows
-    max_bytes: int | None = None,  # states in flight (folder, memory); None: only `concurrency`
+    rank: int = 0,  # of this process, which makes every `world_size`-th row
+    world_size: int = 1,  # processes that share the rows
     max_failures: int = 20,  # in a row, then the job stops
     model: str | None = None,  # served name; None: the only one
     timeout: float = 600.0,  # seconds that one answer may take
     tries: int = 8,  # requests for one answer, with back-off
     patience: float = 120.0,  # of several servers: seconds to wait while none answers
     shard_gb: float | None = None,  # GB of a file of many rows; None: a file for each row
-    then: Callable[[dict], Any] | None = None,  # gets the counts, once, when all is done
-) -> dict[str, int]:  # counts of the whole job: written, kept, failed
+) -> dict[str, int]:  # counts of this share: written, kept, failed
     """Write the features of rows that have no valid file. ValueError: another origin;
     TooManyFailures, NoServerLeft: servers down; DiskError: the rest is kept; BlockingIOError:
-    another process fills the folder otherwise."""
+    another process makes this share."""
     dataset, output_dir = table_of(rows), Path(output_dir).expanduser()
     client = open_states(url, storage, layer_ids, model, timeout, tries, patience)
     config = origin(client.about(), client.layer_ids, dataset, dtype)
     share = [*shard(len(dataset), rank, world_size)]
-    with feature_job(output_dir, config, share, shard_gb=shard_gb) as job:
-        folder = FeatureFolder(output_dir, dataset, config, share, job.is_primary, shard_gb)
-        writer = RowWriter(client, folder, dataset, max_bytes)
+    table = dataset.with_format(None)
+    with_messages, hidden_size = "messages" in dataset.column_names, 0
+
+    def request(i):
+        nonlocal hidden_size
+        messages = more_than_text(table[i]) if with_messages else None
+        states = client.states(folder.tokens[i], messages)
+        hidden_size = states.shape[-1]
+        folder.write(i, states)
+
+    with share_writer(output_dir, output_dir / ".writer", rank, world_size):
+        folder = FeatureFolder(output_dir, dataset, config, share, world_size == 1, shard_gb)
         try:
-            extraction = _ServerExtraction(job, folder, writer, Breaker(max_failures))
-            extraction.write(concurrency)
-            return job.finish(lambda: extraction.complete(then))
+            failed = _request_missing(folder, request, concurrency, Breaker(max_failures))
+            kept = len(share) - len(folder.todo)
+            return {"written": len(folder.todo) - failed, "kept": kept, "failed": failed}
         except DiskError as e:
-            raise disk_error(folder, e, writer.hidden_size) from e
+            raise disk_error(folder, e, hidden_size) from e
 
 
 class ServerFeatures(FeatureRows):

@@ -19,7 +19,7 @@ def pack_features(
     called again. DiskError: the disk is full, read-only or gone; nothing is lost."""
     folder = Path(data_dir)
     rows = sorted(row_files(folder))
-    remove_unfinished(folder / FOLDER)
+    remove_unfinished(folder / FOLDER, alone=False)
     done = FeatureShards(folder, rows[-1] + 1 if rows else 0)
     counts = {"packed": 0, "damaged": 0}
 

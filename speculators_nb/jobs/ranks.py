@@ -61,3 +61,14 @@ def is_first(
 ) -> bool:
     "Whether this is rank 0, the one that prints the result of a job."
     return ranks_of(environ).rank == 0
+
+
+def shard(
+    n: int,  # rows
+    rank: int = 0,  # of this process
+    world_size: int = 1,  # processes
+) -> range:  # its rows
+    "Every `world_size`-th row: the shares are disjoint, and differ by one row at most."
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank={rank} of world_size={world_size}: ranks count from 0 to world_size - 1")
+    return range(rank, n, world_size)

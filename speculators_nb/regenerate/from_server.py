@@ -4,10 +4,10 @@ Many conversations at a time, token ids from the server, resumable."""
 import json
 import re
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer
@@ -18,10 +18,9 @@ from ..data.chat_template import ControlTokens, Misread, check_calls, in_a_spell
 from ..data.messages import as_served, normalize
 from ..data.row_filter import ready_row
 from ..data.sources import conversation_count
+from ..jobs.ranks import shard
 from ..jobs.servers import EndpointPool, NoServerLeft, addresses_of
-from .in_process import share_of
-from .journal import Journal, rounds
-from .journal import Report
+from .journal import Journal, Report, still_to_do
 from .replay import Replay, check_sampling
 
 
@@ -202,10 +201,12 @@ def regenerate_from_server(
     max_failures: int = 50,  # in a row; the job stops there
     timeout: float = 600.0,  # seconds that an answer may take
     patience: float = 120.0,  # of several servers: seconds to wait while none answers
-    then: Callable[[Report], Any] | None = None,  # gets the report, once, when all is done
-) -> Report:  # counts; also what failed and why
+    rank: int = 0,  # of this process, which answers every `world_size`-th conversation
+    world_size: int = 1,  # processes that share the conversations
+) -> Report:  # counts of this share; also what failed and why
     """Let a served verifier answer every question. ValueError: `out_path` was made with other
-    settings; TooManyFailures, NoServerLeft: the job was stopped."""
+    settings; TooManyFailures, NoServerLeft: the job was stopped; BlockingIOError: another process
+    makes this share."""
     endpoint = _endpoint_of(url, model, timeout, patience)
     model = model or _only_model(endpoint)
     sampling = check_sampling(({} if temperature is None else {"temperature": temperature}) | (sampling or {}))
@@ -215,26 +216,24 @@ def regenerate_from_server(
     server_replay = ServerReplay(endpoint, model, tokenizer, max_new_tokens, max_length)
     breaker = Breaker(max_failures)
     total = conversation_count(conversations, limit)
-    share = share_of(conversations, max_length=max_length, languages=languages, max_samples=limit)
     control = tokenizer and ControlTokens(tokenizer)  # without it, nobody here knows them
+    mine = None if total is None else len(shard(total, rank, world_size))
     with (
-        Journal(out_path, settings, share, then) as journal,
-        tqdm(total=total, desc="regenerate", unit="conversation", delay=1) as bar,
+        Journal(out_path, settings, rank, world_size) as journal,
+        tqdm(total=mine, desc="regenerate", unit="conversation", delay=1) as bar,
     ):
         journal.report |= {"retokenised": 0, "other_tokens": 0}
-        show = lambda: bar.update(journal.progress() - bar.n)
-        given: dict[str, Any] = dict(limit=limit, control=control, meanwhile=show)
-        for todo in rounds(conversations, journal, sampling, seed, languages, **given):
-            with closing(concurrently(server_replay, todo, concurrency)) as results:
-                for replay, result in results:
-                    if isinstance(result, NoServerLeft):  # no conversation's fault
-                        raise result
-                    if isinstance(result, Exception):
-                        journal.fail(replay.key, result, replay.where)
-                    else:
-                        journal.write(replay, endpoint=endpoint.url)
-                    show()
-                    breaker.see(result)
+        todo = still_to_do(conversations, journal, sampling, seed, languages, limit=limit, control=control)
+        with closing(concurrently(server_replay, todo, concurrency)) as results:
+            for replay, result in results:
+                if isinstance(result, NoServerLeft):  # no conversation's fault
+                    raise result
+                if isinstance(result, Exception):
+                    journal.fail(replay.key, result, replay.where)
+                else:
+                    journal.write(replay, endpoint=endpoint.url)
+                bar.update(journal.report.done - bar.n)
+                breaker.see(result)
     return journal.report
 
 

@@ -3,7 +3,6 @@ Generation is batched, with per-answer seeds; runs can be resumed."""
 
 import json
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,14 +21,13 @@ from ..data.chat_template import ControlTokens, check_template
 from ..data.messages import BadRow
 from ..data.row_filter import BATCH, check_ids, reason_of
 from ..data.sources import conversation_count
-from ..jobs.ranks import ranks_of
+from ..jobs.ranks import shard
 from ..verifier.cache import ColumnLayer, recurrent_kinds
 from ..verifier.identity import fingerprint
 from ..verifier.row_limits import RowLimits
 from ..verifier.tapped_model import Verifier, computing
 from .answer_parser import AnswerParser, UnreadableAnswer
-from .journal import UNIT, Journal, rounds
-from .journal import Report
+from .journal import Journal, Report, still_to_do
 from .replay import check_sampling
 
 # Each answer has its own stream of uniform numbers, seeded by conversation and turn, and a token is read off the
@@ -333,14 +331,14 @@ def _parser(tokenizer, template, kwargs, eos_ids):
 
 
 def _windows(todo, most):
-    "Conversations in lists of n = most(), or of as many as have `BATCH` characters for each 64 of n; at least one."
-    window, size, n = [], 0, most()
+    "Conversations in lists of `most`, or of as many as have `BATCH` characters for each 64 of these; at least one."
+    window, size = [], 0
     for replay in todo:
         window.append(replay)
         size += sum(len(str(m["content"])) for m in replay.original)
-        if len(window) >= n or size > BATCH * max(1, n // 64):
+        if len(window) >= most or size > BATCH * max(1, most // 64):
             yield window
-            window, size, n = [], 0, most()
+            window, size = [], 0
     if window:
         yield window
 
@@ -400,31 +398,6 @@ def rows_in_memory(
     return max(1, min(MOST_ROWS, int(free / 2 / max(each, 1))))
 
 
-def share_of(
-    conversations: str | Path | Iterable,  # as `sources.read_conversations` takes them
-    **options,  # what decides the result besides, of the call
-) -> dict | None:  # what processes agree on that share the work; None: it cannot be shared
-    "What the input is, wherever it is."
-    if isinstance(conversations, (str, Path)):
-        path = Path(conversations)
-        files = sorted(p for p in (path.rglob("*") if path.is_dir() else [path]) if p.is_file())
-        names = {p.name: p.stat().st_size for p in files}
-        return {"data": str(names or conversations)} | options
-    if not isinstance(conversations, Sequence):
-        return None
-    text = json.dumps([len(conversations), *conversations], default=str)
-    return {"data": f"{zlib.crc32(text.encode('utf-8', 'surrogatepass')):08x}"} | options
-
-
-def _window_size(journal, total, batch_size):
-    "Conversations to take at once."
-    workers = max(ranks_of().world_size, 1 + len(journal.job.others()))
-    if workers == 1:
-        return 4 * batch_size
-    left = batch_size if total is None else (total - journal.progress()) // (2 * workers)
-    return max(UNIT, min(batch_size, left))
-
-
 class _Bar:
     "A progress bar of conversations and answered tokens, shown from the start."
 
@@ -471,12 +444,12 @@ def regenerate(
     sampling: dict | None = None,  # more parameters or distributions (`replay.check_sampling`)
     languages=None,  # only conversations in these, as in `language.wanted_languages`
     limit: int | None = None,  # stop after so many conversations of the input
-    then: Callable[[Report], Any] | None = None,  # gets the report, once, when all is done
-) -> Report:  # counts of the whole job; also what failed and why
+    rank: int = 0,  # of this process, which answers every `world_size`-th conversation
+    world_size: int = 1,  # processes that share the conversations
+) -> Report:  # counts of this share; also what failed and why
     """Let the verifier answer every question. What cannot be read or answered is counted in the
-    report and named in `NAME.errors.jsonl`. Processes that are given the same share the work.
-    ValueError: an option, or `out_path` was made by another verifier or with other settings;
-    BlockingIOError: another process is writing it from other input or otherwise."""
+    report and named in `NAME.errors.jsonl`. ValueError: an option, or `out_path` was made by
+    another verifier or with other settings; BlockingIOError: another process makes this share."""
     options = {
         "max_new_tokens": max_new_tokens,
         "temperature": temperature,
@@ -485,6 +458,8 @@ def regenerate(
         "max_length": max_length,
         "languages": languages,
         "max_samples": limit,
+        "rank": rank,
+        "world_size": world_size,
     }
     check_options(options, "regenerate")
     check_template(tokenizer)
@@ -499,17 +474,14 @@ def regenerate(
     }
     rows = batch_size or rows_in_memory(verifier, longest + max_new_tokens)
     control = ControlTokens(tokenizer)
-    total = conversation_count(conversations, limit)
-    share = share_of(conversations, max_length=max_length, languages=languages, max_samples=limit)
     computed = {"compute_dtype": str(compute_dtype)} if compute_dtype else {}
-    journal = Journal(out_path, settings, share, then)
-    with journal, _Bar(total) as bar, computing(verifier, compute_dtype):
+    total = conversation_count(conversations, limit)
+    mine = None if total is None else len(shard(total, rank, world_size))
+    journal = Journal(out_path, settings, rank, world_size)
+    with journal, _Bar(mine) as bar, computing(verifier, compute_dtype):
         answering = _Answering(verifier, tokenizer, eos_ids, max_new_tokens, longest)
-        show = lambda: bar.settled(journal.progress())
-        given: dict[str, Any] = dict(limit=limit, control=control, meanwhile=show)
-        for todo in rounds(conversations, journal, sampling, seed, languages, **given):
-            windows = _windows(todo, lambda: _window_size(journal, total, rows))
-            for replay in _replayed(windows, answering, journal, rows, bar.answered):
-                journal.write(replay, **computed)
-                show()
+        todo = still_to_do(conversations, journal, sampling, seed, languages, limit=limit, control=control)
+        for replay in _replayed(_windows(todo, 4 * rows), answering, journal, rows, bar.answered):
+            journal.write(replay, **computed)
+            bar.settled(journal.report.done)
     return journal.report

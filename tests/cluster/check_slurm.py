@@ -4,7 +4,8 @@ Debian's packages (installed where this runs as root): `make slurm-test`, part o
 
     python tests/cluster/check_slurm.py     results in tests/cluster/slurm.json; exit status 1 where a line fails
 
-`train.sbatch` trains on two nodes. `srun` starts four processes that share one `regenerate`, and one of them is killed.
+`train.sbatch` trains on two nodes. `srun` starts four processes that share one `regenerate`, one of them is killed, and
+the same line, once more, makes what is missing.
 Only devices, folders, lengths and numbers of processes are other than on the page."""
 
 import contextlib
@@ -172,32 +173,37 @@ def train(folder, features):
 
 
 def regenerate(folder, alone, chats):
-    "The page's srun line: four tasks on two nodes, one of them killed when it has begun."
+    "The page's srun line twice: four tasks on two nodes, one of them killed when it has begun; and what is missing."
     (line,) = (x for x in block("srun --ntasks 16").splitlines() if x.startswith("srun"))
+    answers = folder / "answers.jsonl"
     changes = {
         "srun --ntasks 16": "srun --nodes 2 --ntasks 4 --no-kill --wait 0",
         "chats.jsonl": chats,
-        "answers.jsonl": f"{folder}/answers.jsonl",
+        "answers.jsonl": answers,
         "Qwen/Qwen3-8B": f"{VERIFIER} --max-new-tokens 24 --temperature 1 --device cpu",
     }
+    line = ["bash", "-c", replaced(line, **changes)]
     began = time.monotonic()
-    process = subprocess.Popen(["bash", "-c", replaced(line, **changes)], stderr=subprocess.PIPE, text=True)
-    killed = kill_a_task(folder, process)
+    process = subprocess.Popen(line, stderr=subprocess.PIPE, text=True)
+    killed = kill_a_task(answers, process)
     errors = process.communicate(timeout=300)[1]
-    answers = folder / "answers.jsonl"
-    found = dict(seconds=round(time.monotonic() - began, 1), tasks=4, killed=killed)
-    rows = answers.read_text().splitlines() if answers.is_file() else []
-    found |= dict(rows=len(rows), equal=sorted(rows) == sorted(alone.read_text().splitlines()))
-    found["left"] = sorted(p.name for p in folder.iterdir() if ".work" in p.name)
+    found = dict(tasks=4, killed=killed, rows_after_the_kill=rows_in(answers))
+    errors += subprocess.run(line, stderr=subprocess.PIPE, text=True, timeout=300).stderr
+    found |= dict(seconds=round(time.monotonic() - began, 1), rows=rows_in(answers))
+    found["equal"] = answers.is_file() and answers.read_text() == alone.read_text()
+    found["left"] = sorted(p.name for p in folder.iterdir() if p.name.startswith(".") and p.suffix != ".lock")
     return found if found["equal"] else found | dict(log=errors[-2000:])
 
 
-def kill_a_task(folder, process):
+def rows_in(answers):
+    return len(answers.read_text().splitlines()) if answers.is_file() else 0
+
+
+def kill_a_task(answers, process):
     "Kill the task that came first, once rows are done; how many were killed."
-    work = folder / "answers.jsonl.work"
     while process.poll() is None:
         time.sleep(0.02)
-        if work.is_dir() and [*work.glob("*.settled")] and (task := first_task()):
+        if rows_in(answers) and (task := first_task()):
             os.kill(task, signal.SIGKILL)
             return 1
     return 0

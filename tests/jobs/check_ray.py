@@ -41,17 +41,18 @@ def chats(path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def kill_one(work, killed):
-    "When a unit is settled, kill a Ray task that is at work: it holds its sign of life open."
+def kill_one(output, killed):
+    "When rows are there, kill a Ray task that is at work: it holds the lock of its share open."
     import psutil
 
+    place = output.parent if output.suffix else output
     while not killed:
         time.sleep(0.02)
-        if not [*work.glob("*.settled")]:
+        if not (output.is_file() or [*output.glob("hs_*")]):
             continue
         for process in psutil.process_iter(["cmdline"]):
             is_task = "ray::_run" in " ".join(process.info["cmdline"] or [])
-            if is_task and any(Path(file.path).parent == work for file in process.open_files()):
+            if is_task and any(Path(f.path).parent == place and "-of-" in f.path for f in process.open_files()):
                 os.kill(process.pid, signal.SIGKILL)
                 killed.append(process.pid)
                 break
@@ -101,19 +102,18 @@ def run():
                 lambda out: features(verifier, str(folder / "alone.jsonl"), out, engine="ray", **states),
             ),
         ):
-            work = output.with_name(f"{output.name}.work") if output.suffix else output / ".work"
             killed = []
-            thread = threading.Thread(target=kill_one, args=(work, killed), daemon=True)
+            thread = threading.Thread(target=kill_one, args=(output, killed), daemon=True)
             thread.start()
             began = time.monotonic()
             counts = call(output)
             found[name] = dict(
                 seconds=round(time.monotonic() - began, 1),
                 killed=len(killed),
-                written=counts["written"],  # since the last time that nobody was at work
+                written=counts["written"],  # by the tasks that were not killed
                 rows=counts["written"] + counts["kept"],
                 equal=equal(output, folder / ("alone.jsonl" if output.suffix else "alone")),
-                left=[p.name for p in folder.rglob("*.work*")] + [p.name for p in folder.rglob("*.driver")],
+                left=[p.name for p in folder.rglob(".*") if p.suffix != ".lock"],
             )
             print(name, found[name], flush=True)
         ray.shutdown()

@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Kill -9 at random moments of regenerate and features, with one and with two processes: `make shared-jobs`, part of
+"""Kill -9 at random moments of regenerate and features, in one process and in two ranks: `make shared-jobs`, part of
 `make nightly`. Three minutes.
 
     python tests/jobs/run.py [--kills 20] [--seed 17]        results in tests/jobs/results.json
 
-Each trial begins anew: one or two processes work on one output, one of them or all are killed after a random share of
-the time that the job takes, and those that are left, or the same call again, finish it. The output must then be that
-of a run which nobody disturbed, byte for byte, and nothing but it may be there."""
+Each trial begins anew: one process or two ranks work on one output, one of them or all are killed after a random share
+of the time that the job takes, and the same call in one process makes what is missing. The output must then be that of
+a run which nobody disturbed, byte for byte, and nothing but it may be there."""
 
 import argparse
 import json
@@ -30,8 +30,8 @@ from test_shared_jobs import FORK, JOBS, begin, content, left_behind  # noqa: E4
 
 
 def all_files(path):
-    "Names of whatever lies beside an output or in it."
-    return sorted(str(p.relative_to(path.parent)) for p in path.parent.rglob("*"))
+    "Names of whatever lies beside an output or in it, but for locks."
+    return sorted(str(p.relative_to(path.parent)) for p in path.parent.rglob("*") if p.suffix != ".lock")
 
 
 def seconds_of(function, path):
@@ -45,7 +45,8 @@ def seconds_of(function, path):
 def trial(function, path, processes, killed, moment):
     "Problems after a kill; and how many of the killed processes were at work."
     results = FORK.Queue()
-    working = [begin(function, path, 0.005, results) for _ in range(processes)]
+    shares = [dict(rank=rank, world_size=processes) for rank in range(processes)]
+    working = [begin(function, path, 0.005, results, **share) for share in shares]
     time.sleep(moment)
     caught = 0
     for process in working[:killed]:
@@ -54,16 +55,14 @@ def trial(function, path, processes, killed, moment):
             os.kill(process.pid, signal.SIGKILL)
     [p.join(120) for p in working]
     wrong = [f"exit code {p.exitcode}" for p in working[killed:] if p.exitcode]
-    if killed == processes:
-        again = begin(function, path, 0.0, FORK.Queue())
-        again.join(120)
-        wrong += [f"exit code {again.exitcode} of the call that goes on"] if again.exitcode else []
-    return wrong, caught
+    again = begin(function, path, 0.0, FORK.Queue())
+    again.join(120)
+    return wrong + ([f"exit code {again.exitcode} of the call that goes on"] if again.exitcode else []), caught
 
 
 def series(name, processes, killed, kills, draw, work):
     "One row of the results."
-    function, output, _, _ = JOBS[name]
+    function, output, _ = JOBS[name]
     right = work / "right" / output
     right.parent.mkdir()
     seconds = seconds_of(function, right) / processes
