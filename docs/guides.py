@@ -675,7 +675,8 @@ def quotes():
     return {
         "README.md": {
             "proofs": f"{some} of {every} combinations of drafter, acceptance rule and temperature, {samples} sampled "
-            f"texts each: {different} differs from its exact distribution; and {prompts} greedy texts by each proposer",
+            f"texts each: {different} differs measurably from its exact distribution; and {prompts} greedy texts by "
+            "each proposer",
             "engine": f"{length} tokens a step, {faster} times the tokens a second",
             "demo": minutes("demo", "train a drafter, and measure it"),
             "real": minutes("real", "the same with SmolLM2"),
