@@ -8,7 +8,7 @@ Greedy, one request at a time, the held-out questions of `make real`. Each K is 
 without a drafter. In float32 every request is compared with our decoder: its tokens, and what each position accepted;
 bfloat16 is faster, and there a forward pass over several tokens rounds otherwise than passes over one. Temperature 1 is
 left out: vLLM 0.32 for processors reads the temperature of drafts from memory that was never set (docs/measured.md).
-Results: benchmarks/real/results/ENGINE.md and engine.csv.gz.
+Results: benchmarks/real/results/ENGINE.md and engine.csv.
 """
 
 import argparse
@@ -107,39 +107,53 @@ def tokens_a_step(sums):  # [..., 2]: drafts, accepted -> [..., 1]
     return (1 + accepted / drafts)[..., None]
 
 
-def agree(equal):
-    return f"{int(equal.sum())} of {len(equal)}" if equal.notna().all() else ""
-
-
 def summary(requests):
-    "K -> tokens a second and a step, both with 95 % intervals over requests, and how many requests agree."
-    plain = requests[requests.k == 0].set_index("prompt")
-    table = {}
-    for k, drafted in requests.groupby("k"):
+    "One row for each dtype and K: speed and tokens a step with 95 % intervals over requests, and how many agree."
+    rows = []
+    for (dtype, k), drafted in requests.groupby(["dtype", "k"]):
         drafted = drafted.set_index("prompt")
-        row = {"tokens a second": f"{drafted.tokens.sum() / drafted.seconds.sum():.1f}"}
+        row = dict(
+            dtype=dtype, k=k, requests=len(drafted), tokens_per_second=drafted.tokens.sum() / drafted.seconds.sum()
+        )
         if k:
+            plain = requests[(requests.dtype == dtype) & (requests.k == 0)].set_index("prompt")
             both = drafted[["tokens", "seconds"]].join(plain[["tokens", "seconds"]], rsuffix="_plain")
             faster = bootstrap(both.to_numpy(float), times_as_fast)
             steps = bootstrap(drafted[["drafts", "accepted"]].to_numpy(float), tokens_a_step)
-            row["times no drafter"] = with_interval(faster)
-            row["tokens a step"] = with_interval(steps)
-            row["text as without a drafter"] = agree(drafted.plain_text)
-            row["text as our decoder's"] = agree(drafted.our_text)
-            row["counts as our decoder's"] = agree(drafted.our_counts)
-        table[k] = row
-    return pd.DataFrame(table).T.fillna("").rename_axis("K")
+            for name, found in {"speedup": faster, "tokens_per_step": steps}.items():
+                row |= {name: found.value[0], f"{name}_low": found.low[0], f"{name}_high": found.high[0]}
+            row |= dict(plain_text=drafted.plain_text.sum())
+            if dtype == "float32":
+                row |= dict(our_text=drafted.our_text.sum(), our_counts=drafted.our_counts.sum())
+        rows.append(row)
+    return pd.DataFrame(rows).round(3)
 
 
-def page(requests, limit):
-    "The stored requests as a page."
-    tables = "\n\n".join(f"## {dtype}\n\n{summary(own).to_markdown()}" for dtype, own in requests.groupby("dtype"))
+def page(table, limit):
+    "The summary as a page."
+
+    def interval(row, name):
+        return "{:.2f} [{:.2f}, {:.2f}]".format(*(row[name + end] for end in ("", "_low", "_high")))
+
+    def equal(row, name):
+        return "" if pd.isna(row[name]) else f"{row[name]:.0f} of {row.requests}"
+
+    lines = []
+    for _, row in table.iterrows():
+        line = {"dtype": row["dtype"], "K": row.k, "tokens a second": f"{row.tokens_per_second:.1f}"}
+        if row.k:
+            line["times no drafter"] = interval(row, "speedup")
+            line["tokens a step"] = interval(row, "tokens_per_step")
+            line["text as without a drafter"] = equal(row, "plain_text")
+            line["text as our decoder's"] = equal(row, "our_text")
+            line["counts as our decoder's"] = equal(row, "our_counts")
+        lines.append(line)
     return f"""# The drafter of `make real` in vLLM, {date.today()}
 
-vLLM for processors on {os.cpu_count()} cores, greedily, one request at a time: {requests.prompt.nunique()} held-out
+vLLM for processors on {os.cpu_count()} cores, greedily, one request at a time: {table.requests.max()} held-out
 questions of SmolLM2-135M-Instruct, at most {limit} tokens each. Written by `python benchmarks/real/engine.py`.
 
-{tables}
+{pd.DataFrame(lines).fillna("").to_markdown(index=False)}
 
 *Times no drafter*: tokens a second over those of the server without a drafter. *Text* and *counts*: requests whose
 tokens, and whose number of accepted tokens at each position, are equal.
@@ -151,15 +165,15 @@ if __name__ == "__main__":
     parser.add_argument("--ks", nargs="+", type=int, default=[1, 2, 3, 4, 5], metavar="K", help="tokens to draft")
     parser.add_argument("--prompts", type=int, default=16, help="held-out questions")
     parser.add_argument("--max-new-tokens", type=int, default=96)
+    parser.add_argument("--dtypes", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
     args = parser.parse_args()
     os.chdir(ROOT)
     if not (REAL / "drafter" / "model.safetensors").is_file():
         sys.exit(f"{REAL / 'drafter'}: no drafter; run `make real` first")
     size = dict(prompts=args.prompts, ks=args.ks, limit=args.max_new_tokens)
-    dtypes = "float32", "bfloat16"
-    engine = pd.concat([measured(**size, dtype=dtype).assign(dtype=dtype) for dtype in dtypes], ignore_index=True)
-    requests = compared(engine, decoded(**size).assign(dtype="float32"))
-    requests.to_csv(RESULTS / "engine.csv.gz", index=False)
-    text = page(requests, args.max_new_tokens)
+    engine = pd.concat([measured(**size, dtype=dtype).assign(dtype=dtype) for dtype in args.dtypes], ignore_index=True)
+    table = summary(compared(engine, decoded(**size).assign(dtype="float32")))
+    table.to_csv(RESULTS / "engine.csv", index=False)
+    text = page(table, args.max_new_tokens)
     (RESULTS / "ENGINE.md").write_text(text, encoding="utf-8")
     print(text)
