@@ -1,5 +1,5 @@
-"""Reading and writing DFlash and DFlash2 checkpoints of z-lab's layout, DSpark as DeepSeek and NVIDIA release it, and
-XPress as vLLM 0.33 serves it. The tensors have our names; layer ids differ by one."""
+"""Checkpoints of DFlash and DFlash2 in z-lab's layout, DSpark as it is released, and XPress as vLLM 0.33 serves it.
+DSpark's releases are DeepSeek's and NVIDIA's. The tensors have our names; layer ids differ by one."""
 
 import os
 from functools import partial

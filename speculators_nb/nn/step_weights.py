@@ -1,4 +1,4 @@
-"""Loss weights of draft positions: exponential and block decay, normalised steps, survival weights, accept until fail.
+"""Loss weights of draft positions: exponential, block decay, normalised steps, survival weights, accept until fail.
 Normalised steps are FastMTP's, survival weights D-PACE's, the last Spec-AUF's. A token that is drafted late counts
 only if all before it were accepted."""
 
