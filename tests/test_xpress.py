@@ -192,7 +192,8 @@ def test_a_text_of_one_token():
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_of_a_tree_know_their_path(seed):
     "A node's row is the row of a chain that has its path, and nothing grows behind the trained tokens."
-    model, _ = random_model(80 + seed, sample_from_anchor=seed % 2 == 0, block_size=4)
+    # smaller weights: float32 rounds logits of a thousand by 1e-4
+    model, _ = random_model(80 + seed, refiner=0.3, sample_from_anchor=seed % 2 == 0, block_size=4)
     k, drafter = model.config.speculative_tokens, model.drafter()
     tokens, features, _ = blocks.text_and_features(model, seed=seed)
     with drafter.grow(tokens, features, k + 2) as next_log_probs, torch.inference_mode():

@@ -296,8 +296,9 @@ class Journal:
 
     def __exit__(self, kind, *_):
         self._held.close()
-        if kind is None and self.path.exists():
+        if kind is None:
             with self._disk(), self._lock:
+                self.path.touch()  # also where nothing could be answered
                 with open(self.path, "rb") as file:
                     os.fsync(file.fileno())
                 if not any(map(is_held, self._beside(f".{self.path.name}", r"\.\d+-of-\d+\.lock"))):
