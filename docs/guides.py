@@ -158,6 +158,24 @@ def real_demo():
     )
 
 
+def real_engine():
+    rows = [row for row in results("real", "engine") if row["dtype"] == "float32"]
+    plain, drafted = rows[0], rows[1:]
+    best = max(drafted, key=lambda row: float(row["speedup"]))
+    asked = len(drafted) * int(plain["requests"])
+    texts, counts = (sum(int(float(row[name])) for row in drafted) for name in ("our_text", "our_counts"))
+    steps = ", ".join(f"{float(row['tokens_per_step']):.2f}" for row in drafted)
+    speedup = "{:.2f} [{:.2f}, {:.2f}]".format(*(float(best[f"speedup{end}"]) for end in ("", "_low", "_high")))
+    return (
+        f"The same drafter in vLLM on two cores, float32, greedily, one request at a time, {plain['requests']} "
+        f"questions: {float(plain['tokens_per_second']):.0f} tokens a second without a drafter, and with "
+        f"K={best['k']}, the best of {drafted[0]['k']} to {drafted[-1]['k']}, **{speedup} times** as many. Tokens a "
+        f"step by K: {steps}. "
+        f"Of {asked} requests {texts} have our decoder's text, and {counts} its counts at every position "
+        "([page](../benchmarks/real/results/ENGINE.md))."
+    )
+
+
 def beside_upstream():
     "The rows of a page of results, in a sentence: setting -> what its column says."
     page = (ROOT / "benchmarks/real/results/UPSTREAM.md").read_text()
@@ -716,6 +734,7 @@ BLOCKS = {
         real,
         alike,
         real_demo,
+        real_engine,
         beside_upstream,
         sizes,
         longer,

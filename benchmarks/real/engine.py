@@ -117,7 +117,7 @@ def summary(requests):
         )
         if k:
             plain = requests[(requests.dtype == dtype) & (requests.k == 0)].set_index("prompt")
-            both = drafted[["tokens", "seconds"]].join(plain[["tokens", "seconds"]], rsuffix="_plain")
+            both = drafted[["tokens", "seconds"]].join(plain[["tokens", "seconds"]].add_prefix("plain_"))
             faster = bootstrap(both.to_numpy(float), times_as_fast)
             steps = bootstrap(drafted[["drafts", "accepted"]].to_numpy(float), tokens_a_step)
             for name, found in {"speedup": faster, "tokens_per_step": steps}.items():
