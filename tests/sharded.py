@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 from matrix import DRAFTERS, H, V, drafter, verifier
-from torch.optim import _muon
 
+from speculators_nb.train import optimizers
 from speculators_nb.train.trainer import SpeculatorTrainingArguments, train
 
 STEPS, ROWS_IN_STEP = 10, 4
@@ -36,15 +36,9 @@ class Job:
     fails: str = ""  # what the error says that ends it
 
 
-def orthogonal(grad, coefficients, steps, eps):
-    "Muon's Newton-Schulz iteration in float32: in bfloat16 another order of sums alone makes 8e-4."
-    a, b, c = coefficients
-    x = grad.float() / grad.norm().clamp(min=eps)
-    x = x.T if grad.shape[0] > grad.shape[1] else x
-    for _ in range(steps):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if grad.shape[0] > grad.shape[1] else x
+def in_float32(device):
+    "Of Muon's products: in bfloat16 another order of sums alone makes 8e-4."
+    return torch.float32
 
 
 def norms(model):
@@ -110,7 +104,7 @@ def one_rank(rank, ranks, port, root, jobs, fsdp):
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
-    _muon._zeropower_via_newtonschulz = orthogonal
+    optimizers.product_dtype = in_float32
     for job in jobs:
         verifier(family_of(job.name))  # before the ranks know of each other: then only the first would save
     report = {}

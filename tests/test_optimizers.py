@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from speculators_nb.train import optimizers as rows
-from speculators_nb.train.optimizers import build_optimizer, parameter_groups, parameter_kinds
+from speculators_nb.train.optimizers import Muon, build_optimizer, parameter_groups, parameter_kinds
 
 
 class Net(nn.Module):
@@ -76,7 +77,43 @@ def test_table_says_what_the_optimizer_does(net):
     assert set(parameter_groups(net, "adamw")["optimizer"]) == {"adamw", "-"}
 
 
-def test_same_arithmetic_as_torchs_two_optimizers(net):
+class Products(TorchDispatchMode):
+    "Notes in which number formats matrices are multiplied."
+
+    def __init__(self):
+        super().__init__()
+        self.dtypes = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.dtypes.add(args[-1].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_muon_multiplies_in_bfloat16_only_where_the_cpu_can(net, native, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": native})
+    opt = build_optimizer(net, "muon")
+    for p in net.parameters():
+        p.grad = torch.ones_like(p)
+    with Products() as products:
+        opt.step()
+    assert products.dtypes == {torch.bfloat16 if native else torch.float32}
+
+
+def test_muon_in_float32_moves_a_matrix_as_torchs_does():
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.zeros(24, 40)) for _ in range(2)]
+    ours, theirs = Muon(weights[:1], 1e-2), torch.optim.Muon(weights[1:], 1e-2, adjust_lr_fn="match_rms_adamw")
+    for _ in range(5):
+        weights[0].grad = weights[1].grad = torch.randn(24, 40)
+        ours.step()
+        theirs.step()
+    assert (weights[0] - weights[1]).norm() < 0.02 * weights[1].norm()
+
+
+def test_same_arithmetic_as_torchs_two_optimizers(net, monkeypatch):
+    monkeypatch.setattr(rows, "product_dtype", lambda device: torch.bfloat16)
     twin = copy.deepcopy(net)
     both = build_optimizer(net, "muon", lr=1e-2, muon_lr=3e-2, weight_decay=0.1)
     kinds, named = parameter_kinds(twin), dict(twin.named_parameters())

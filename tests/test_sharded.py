@@ -7,10 +7,9 @@ import pytest
 import torch
 from matrix import DRAFTERS
 from safetensors.torch import load_file
-from sharded import Job, distance, launch, orthogonal, report_of, run
+from sharded import Job, distance, in_float32, launch, report_of, run
 from torch import distributed as dist
 from torch.distributed import fsdp
-from torch.optim import _muon
 
 from speculators_nb.models.base import SpeculatorModel, verify_training_compatible
 from speculators_nb.nn.layers import DecoderLayer
@@ -71,7 +70,7 @@ def alone(tmp_path_factory):
         return root / job.folder
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_muon, "_zeropower_via_newtonschulz", orthogonal)
+        patch.setattr("speculators_nb.train.optimizers.product_dtype", in_float32)
         patch.setattr(DecoderLayer, "project_embeds", lambda layer, embeds: embeds)  # as where weights are split
         torch.set_num_threads(1)
         yield folder_of

@@ -3,6 +3,7 @@
     make real                                       once: fetches the model, makes features, trains a drafter
     python benchmarks/real/findings.py              then this; half an hour of one core a seed, continues
     python benchmarks/real/findings.py --only drafter    what is measured along the drafter of `make real`
+    python benchmarks/real/findings.py --only weights    weights of the loss, Spec-AUF's among them
 
 Method: every setting differs in one thing (norms: both of them) from the settings of `make real`, in float32, takes
 the same number of packed rows of 1,024 positions, and drafts four tokens a step, greedily, on the same held-out
@@ -58,6 +59,17 @@ SETTINGS = {
     "1/4 of the conversations": ("eagle3", dict(eval_share=3 / 4)),
     "kl_div + tv": ("eagle3", dict(loss_fn=dict(kl_div=0.5, tv=0.5))),
 }
+EVEN = dict(eagle3=dict(ttt_step_loss_decay=1.0), dflash=dict(step_weights=[1.0] * (K + 1)))
+WEIGHTS = {
+    f"{drafter}, {name}": (drafter, dict(loss_fn="ce") | arguments)
+    for drafter, even in EVEN.items()
+    for name, arguments in {
+        "even": even,
+        "decay": {},
+        "D-PACE": dict(per_position_loss_weight="dpace"),
+        "AUF": dict(per_position_loss_weight="auf"),
+    }.items()
+}
 
 
 def write(table, name):
@@ -74,18 +86,19 @@ def in_training(run):
     return dict(setting=run.setting, seed=run.seed) | {f"position {i}": value for i, value in enumerate(last, 1)}
 
 
-def settings(rows, n_prompts, seeds, workers):
+def settings(name, contenders, rows, n_prompts, seeds, workers):
     "Train and measure every setting."
-    folder, each = ROOT / "output/findings", announce(ROOT / "output/findings")
+    folder = ROOT / "output" / name
+    each = announce(folder)
 
     def save(found):
         each(found)
-        write(found.counts, "findings.csv.gz")
-        write(pd.DataFrame(map(in_training, found.runs.itertuples())), "findings_training.csv")
+        write(found.counts, f"{name}.csv.gz")
+        write(pd.DataFrame(map(in_training, found.runs.itertuples())), f"{name}_training.csv")
 
     found = experiment(
         folder,
-        SETTINGS,
+        contenders,
         seeds=seeds,
         k=K,
         n_prompts=n_prompts,
@@ -164,14 +177,17 @@ if __name__ == "__main__":
     parser.add_argument("--prompts", type=int, default=48, help="held-out questions; a third along the drafter")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=1, help="processes")
-    parser.add_argument("--only", choices=("settings", "drafter"))
+    parser.add_argument("--only", choices=("settings", "weights", "drafter"))
     args = parser.parse_args()
     os.chdir(ROOT)
     disable_progress_bar()
     if not (REAL / "features/data_config.json").is_file():
         sys.exit(f"{REAL / 'features'}: no features; run `make real` first")
-    if args.only != "settings":
+    how = args.rows, args.prompts, args.seeds, args.workers
+    if args.only in (None, "drafter"):
         along_answers(args.prompts // 3)
         after_others(args.prompts // 3)
-    if args.only != "drafter":
-        settings(args.rows, args.prompts, args.seeds, args.workers)
+    if args.only in (None, "settings"):
+        settings("findings", SETTINGS, *how)
+    if args.only in (None, "weights"):
+        settings("weights", WEIGHTS, *how)

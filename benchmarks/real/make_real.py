@@ -3,11 +3,18 @@
     make real                              once; half an hour on two idle cores
     python benchmarks/real/make_real.py    then this: its files, and its questions decoded again; five minutes
 
-Reads output/real: the seconds of each stage (added up over interruptions), the tables, the training log. The questions
+The same for more training and more questions, an hour and a half:
+
+    cp -rl output/real/{verifier,prepared,features} output/longer/    what is made already is kept
+    speculators-nb real --output-dir output/longer --epochs 8 --n-heldout 48
+    python benchmarks/real/make_real.py output/longer longer.csv
+
+Reads the folder: the seconds of each stage (added up over interruptions), the tables, the training log. The questions
 are decoded in float32, where the text must be the verifier's own, and in bfloat16, which is faster on processors that
-have it, with and without the drafter in turn. Results: benchmarks/real/results/make_real.csv.
+have it, with and without the drafter in turn. Results: benchmarks/real/results.
 """
 
+import argparse
 import json
 import os
 import sys
@@ -27,33 +34,32 @@ from speculators_nb.regenerate.in_process import eos_ids_of
 from speculators_nb.verifier.tapped_model import Verifier
 
 HERE = Path(__file__).resolve().parent
-REAL = HERE.parents[1] / "output/real"  # of `make real`
 K, LIMIT = 4, 96  # as `make real` decodes
 
 
-def kept():
+def kept(folder):
     "Rows from the files of `make real`."
-    seconds = json.loads((REAL / "seconds.json").read_text())
+    seconds = json.loads((folder / "seconds.json").read_text())
     yield "seconds from nothing", sum(seconds.values())
     yield from ((f"seconds of {stage}", seconds[stage]) for stage in ("features", "training", "decoding"))
-    summary = pd.read_csv(REAL / "summary.csv").query("domain == 'all'").set_index("drafter")
+    summary = pd.read_csv(folder / "summary.csv").query("domain == 'all'").set_index("drafter")
     yield "held-out questions", summary.requests["eagle3"]
     for drafter, what in {"eagle3": "tokens a step", "n-gram": "tokens a step of n-gram"}.items():
         yield what, *summary.loc[drafter, ["mean_length", "mean_length_low", "mean_length_high"]]
-    log = pd.read_csv(REAL / "drafter/training_log.csv").dropna(subset="eval_mean_length")
+    log = pd.read_csv(folder / "drafter/training_log.csv").dropna(subset="eval_mean_length")
     for row in log.itertuples():
         yield f"tokens a step after {row.step} steps", row.eval_mean_length
 
 
-def decoded(questions, dtype):
+def decoded(folder, questions, dtype):
     "Rows from decoding the questions in this precision."
-    drafter = SpeculatorModel.from_pretrained(REAL / "drafter").drafter()
-    verifier = Verifier.from_pretrained(REAL / "verifier", list(drafter.aux_layer_ids), dtype=dtype)
-    tokenizer = AutoTokenizer.from_pretrained(REAL / "verifier")
+    drafter = SpeculatorModel.from_pretrained(folder / "drafter").drafter()
+    verifier = Verifier.from_pretrained(folder / "verifier", list(drafter.aux_layer_ids), dtype=dtype)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "verifier")
     measured = evaluate(
         verifier,
         {"eagle3": drafter},
-        encode_prompts(read_prompts(REAL / "prepared", first=questions), tokenizer),
+        encode_prompts(read_prompts(folder / "prepared", first=questions), tokenizer),
         k=K,
         max_new_tokens=LIMIT,
         eos_token_ids=eos_ids_of(verifier, tokenizer),
@@ -69,13 +75,17 @@ def decoded(questions, dtype):
 
 
 if __name__ == "__main__":
-    if not (REAL / "report.html").is_file():
-        sys.exit(f"{REAL}: is not finished; run `make real` first")
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=HERE.parents[1] / "output/real", help="of `make real`")
+    parser.add_argument("result", nargs="?", default="make_real.csv", help="file in results/")
+    args = parser.parse_args()
+    if not (args.folder / "report.html").is_file():
+        sys.exit(f"{args.folder}: is not finished; run `make real` first")
     torch.set_num_threads(os.cpu_count())
-    rows = list(kept())
+    rows = list(kept(args.folder))
     questions = next(int(row[1]) for row in rows if row[0] == "held-out questions")
     for dtype in (torch.float32, torch.bfloat16):
-        rows += decoded(questions, dtype)
+        rows += decoded(args.folder, questions, dtype)
     table = pd.DataFrame(rows, columns=["what", "value", "low", "high"]).round(3)
-    table.to_csv(HERE / "results/make_real.csv", index=False)
+    table.to_csv(HERE / "results" / args.result, index=False)
     print(table.fillna("").to_string(index=False))

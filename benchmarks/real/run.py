@@ -129,7 +129,7 @@ if __name__ == "__main__":
         counts = {name: pd.read_csv(file) for name, file in files.items()}
         comparison(counts).to_csv(results / "comparison.csv", index=False)
         alike = rank_correlation(counts["toy"], counts["real"], K)
-        (rows,) = counts["real"].rows.unique()  # a folder may hold runs of another budget
+        (rows,) = pd.concat(counts.values()).rows.unique()  # both of one budget
         row = dict(drafters=len(alike.names), tau=alike.tau, low=alike.low, high=alike.high, rows=rows)
         pd.DataFrame([row | dict(seeds=counts["real"].seed.nunique())]).round(4).to_csv(
             results / "rank_correlation.csv", index=False

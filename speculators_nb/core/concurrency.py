@@ -127,25 +127,30 @@ def end_with_parent() -> None:
         threading.Thread(target=_exit_after, args=[parent], daemon=True).start()
 
 
-PAUSE, WIDTH = 30.0, 200  # seconds between the lines of a progress bar; characters of a line
+# seconds until the first line of a progress bar, and between the next; characters of a line
+FIRST, PAUSE, WIDTH = 5.0, 30.0, 200
 
 
 class WholeLines:
     """Standard error where it is no terminal: of what a progress bar writes over and over into one line, a line comes
-    every half minute and at the end; what moves the cursor is left out."""
+    after five seconds, every half minute, and at the end; what moves the cursor is left out."""
 
     def __init__(self, stream: Any):
-        self.stream, self.written, self.in_bar = stream, time.monotonic(), False
+        self.stream, self.in_bar, self.written = stream, False, time.monotonic()
+        self.due = self.written + FIRST
 
     def write(self, text: str) -> int:
         if self.in_bar and not text.strip("\n\x1b[A"):  # its end, or the way to the bar above
             return len(text)
         self.in_bar = text.startswith("\r")
+        now = time.monotonic()
         if not self.in_bar:
+            self.due = min(self.due, now + FIRST)  # what is printed may begin another stage
             return self.stream.write(text)
-        now, line = time.monotonic(), " ".join(text.split())[:WIDTH]
-        if now - self.written >= (1 if "100%" in line else PAUSE):
-            self.written = now
+        line = " ".join(text.split())[:WIDTH]
+        done = "100%" in line
+        if now >= self.due or (done and now - self.written >= 1):
+            self.written, self.due = now, now + (FIRST if done else PAUSE)
             self.stream.write(line + "\n")
         return len(text)
 

@@ -5,9 +5,10 @@ Both are behind one `torch.optim.Optimizer`; embedding tables take sparse gradie
 
 # %% auto #0
 __all__ = ['LOOKUP_NAMES', 'OPTIMIZERS', 'SLICE_BYTES', 'parameter_kinds', 'parameter_groups', 'table_slices', 'RowAdamW',
-           'use_row_gradients', 'clip_gradients', 'MuonAdamW', 'build_optimizer']
+           'use_row_gradients', 'clip_gradients', 'product_dtype', 'orthogonal', 'Muon', 'MuonAdamW', 'build_optimizer']
 
 # %% ../../nbs/train/01_optimizers.ipynb #1b81b327
+import math
 from collections.abc import Container, Iterable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -19,8 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from torch.optim.adamw import adamw
 
-from ..distributed.sharded_muon import ShardedMuon
-from ..distributed.sharding import local
+from ..distributed.sharding import local, part_of
 
 # %% ../../nbs/train/01_optimizers.ipynb #0dbc01a9
 # a parameter whose name holds one of these is a table or a head
@@ -196,9 +196,74 @@ def clip_gradients(
         local(v).mul_(scale.to(v.device))
     return norm
 
+# %% ../../nbs/train/01_optimizers.ipynb #mu0n0002
+def product_dtype(device: torch.device) -> torch.dtype:
+    "Of Muon's products: bfloat16, as torch's; float32 on a CPU that has no arithmetic for it."
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # unknown before torch 2.11
+    native = device.type != "cpu" or capabilities.get("avx512_bf16", False)
+    return torch.bfloat16 if native else torch.float32
+
+
+def orthogonal(
+    update: torch.Tensor,  # [m, n]
+    dtype: torch.dtype,  # of the products and of the result
+    coefficients: tuple[float, float, float],  # a, b, c
+    steps: int,  # iterations
+    eps: float = 1e-7,  # smallest norm
+) -> torch.Tensor:  # [m, n], whose singular values are roughly 1
+    "Newton-Schulz: every singular value s becomes a s + b s^3 + c s^5, again and again."
+    a, b, c = coefficients
+    tall = update.shape[0] > update.shape[1]
+    x = update.to(dtype)
+    x = x.T if tall else x
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.T
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
+    return x.T if tall else x
+
+# %% ../../nbs/train/01_optimizers.ipynb #mu0n0005
+class Muon(torch.optim.Muon):
+    """torch's Muon, with Nesterov momentum and steps as large as AdamW's. What is sharded by
+    rows is gathered for the products, on every rank at the same time."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        "Update every matrix that has a gradient."
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, group)
+        return loss
+
+    def _update(self, p: Any, group: dict):
+        state: dict[str, torch.Tensor] = self.state[p]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(p.grad)
+        momentum = state["momentum_buffer"]
+        momentum.lerp_(p.grad, 1 - group["momentum"])
+        ahead: Any = p.grad.lerp(momentum, group["momentum"])
+        if isinstance(ahead, DTensor):
+            ahead = ahead.full_tensor()
+        direction = orthogonal(
+            ahead,
+            dtype=product_dtype(ahead.device),
+            coefficients=group["ns_coefficients"],
+            steps=group["ns_steps"],
+            eps=group["eps"],
+        )
+        size = group["lr"] * (0.2 * math.sqrt(max(p.shape)))
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.add_(part_of(direction, p), alpha=-size)
+
 # %% ../../nbs/train/01_optimizers.ipynb #8ba105ae
 class MuonAdamW(torch.optim.Optimizer):
-    """torch's Muon on hidden matrices, AdamW on the rest and on tables by rows, behind the
+    """`Muon` on hidden matrices, AdamW on the rest and on tables by rows, behind the
     interface of one optimizer; a group's `kind` chooses."""
 
     def __init__(
@@ -208,9 +273,7 @@ class MuonAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.01,  # decoupled; for groups that set none
     ):
         self._inner = {
-            "muon": ShardedMuon(
-                [torch.zeros(2, 2)], lr, weight_decay, adjust_lr_fn="match_rms_adamw"
-            ),
+            "muon": Muon([torch.zeros(2, 2)], lr, weight_decay),
             "adamw": torch.optim.AdamW(
                 [torch.zeros(2)], lr, weight_decay=weight_decay, fused=True
             ),
@@ -237,7 +300,7 @@ def build_optimizer(
     model: nn.Module,  # its trainable parameters are used; names decide who gets which
     optimizer: str = "adamw",  # "adamw", or "muon": hidden matrices by Muon, the rest by AdamW
     lr: float = 1e-4,  # learning rate
-    muon_lr: float | None = None,  # of Muon's matrices; None: the same (see match_rms_adamw)
+    muon_lr: float | None = None,  # of Muon's matrices; None: the same
     weight_decay: float = 0.01,  # decoupled weight decay; vectors are never decayed
     betas: tuple[float, float] = (0.9, 0.999),  # AdamW's
     row_updates: bool = False,  # True: trainable embeddings are updated by `RowAdamW`

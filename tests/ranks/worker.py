@@ -11,10 +11,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 from matrix import DRAFTERS, H, V, drafter, verifier
-from torch.optim import _muon
-from torch.overrides import TorchFunctionMode
 from transformers import TrainerCallback
 
+from speculators_nb.train import optimizers
 from speculators_nb.train.trainer import train
 
 NAMES = ("eagle", "eagle3", "peagle", "dflash", "dspark rnn", "dflash2", "xpress", "mtp", "mlp", "medusa")
@@ -55,27 +54,6 @@ class At(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if state.global_step == self.step:
             self.call()
-
-
-class InFloat32(TorchFunctionMode):
-    "What is converted to bfloat16 stays in float32."
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if kwargs.get("dtype") is torch.bfloat16:
-            kwargs["dtype"] = torch.float32
-        return (torch.Tensor.float if func is torch.Tensor.bfloat16 else func)(*args, **kwargs)
-
-
-def orthogonalise_in_float32():
-    "Muon does it in bfloat16, which alone moves a weight by 8e-4 between two ways to add the same gradients up."
-    in_bfloat16 = _muon._zeropower_via_newtonschulz
-
-    def in_float32(*args):
-        with InFloat32():
-            return in_bfloat16(*args)
-
-    _muon._zeropower_via_newtonschulz = in_float32
 
 
 def train_one(folder, name, world_size, optimizer="adamw", callbacks=None, **more):
@@ -125,7 +103,8 @@ def main(folder, names="", how="", rank="", step="", resume="", accumulation="")
     if accumulation:
         more["gradient_accumulation_steps"] = int(accumulation)
     ends = [At(int(step), fail(how))] if how and os.environ.get("RANK", "0") == rank else []
-    orthogonalise_in_float32()
+    # in bfloat16 two ways to add the same gradients up alone move a weight by 8e-4
+    optimizers.product_dtype = lambda device: torch.float32
     torch.use_deterministic_algorithms(True)
     random.seed(0)
     for family in ("llama", "qwen3"):
