@@ -25,6 +25,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from speculators_nb.cli.data_commands import dtype_of
 from speculators_nb.verifier import tapped_model
 from speculators_nb.verifier.cache import crop_cache
 from speculators_nb.verifier.identity import fingerprint
@@ -323,3 +324,13 @@ def test_the_dtype_of_products_is_measured(monkeypatch, slow, chosen):
     assert faster_dtype(model) is chosen
     model.model.bfloat16()
     assert faster_dtype(model) is None
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_weights_in_bfloat16_on_a_cpu_without_its_arithmetic_are_named(native, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": native}, raising=False)
+    model = Verifier(AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)))
+    for dtype in (torch.float32, torch.bfloat16):
+        model.model.to(dtype)
+        assert dtype_of(model, "auto") is None
+        assert ("compute_dtype=float32" in caplog.text) == (dtype == torch.bfloat16 and not native)

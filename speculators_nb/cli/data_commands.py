@@ -23,6 +23,7 @@ from ..jobs.on_ray import on_ray
 from ..jobs.ranks import Ranks, ranks_of, shard
 from ..jobs.servers import one_or_several
 from ..jobs.shared_output import one_writer
+from ..nn.compiled import product_dtype
 from ..nn.draft_vocabulary import load_vocab_mapping, vocab_mapping_from_frequencies
 from ..nn.target_head import text_config, verifier_config
 from ..plan.requirements import features_on_disk, free_disk
@@ -60,6 +61,9 @@ def device_of(name: str | None) -> torch.device:
     return device
 
 
+log = logging.getLogger(__name__)
+
+
 def open_tokenizer(verifier: str | os.PathLike, trust_remote_code: bool = False):
     """A verifier's tokenizer. Errors: FileNotFoundError where the folder has none; ValueError for one that cannot be
     read."""
@@ -92,6 +96,11 @@ def open_verifier(
 
 def dtype_of(verifier: Verifier, compute_dtype: str | None) -> torch.dtype | None:
     "The number format in which a verifier's products are computed (auto: as is faster here); None: the verifier's."
+    if verifier.dtype == torch.bfloat16 and product_dtype(verifier.device) != torch.bfloat16:
+        log.warning(
+            "this CPU has no bfloat16 arithmetic, and the verifier's weights are bfloat16: compute_dtype=float32 is "
+            "several times as fast, and needs twice the memory for weights"
+        )
     if compute_dtype == "auto":
         return faster_dtype(verifier)
     return torch.bfloat16 if compute_dtype == "bfloat16" else None
@@ -202,9 +211,6 @@ def _rows(data, tokenizer, max_length, max_samples, vocab_size=None) -> Dataset:
         rows = table_of(data)
         return rows if max_samples is None else rows.select(range(min(max_samples, len(rows))))
     return prepare(data, tokenizer, max_length, limit=max_samples, vocab_size=vocab_size)
-
-
-log = logging.getLogger(__name__)
 
 
 def log_disk(output_dir: Path, rows: Dataset, hidden_size: int, states: int, dtype: str) -> None:

@@ -5,7 +5,7 @@
 
 # %% auto #0
 __all__ = ['COMPILED_ON', 'RECOMPILE_LIMIT', 'FLEX_NAMES', 'is_compiled_for', 'compiled_on_cuda', 'compiled_in_training',
-           'to_device', 'take_rows', 'attention_back_end']
+           'to_device', 'take_rows', 'attention_back_end', 'product_dtype']
 
 # %% ../../nbs/nn/01_compiled.ipynb #094f888f
 from collections.abc import Callable
@@ -124,3 +124,10 @@ def attention_back_end(
     if device.type == "cuda":
         return "flex"
     return "blocked" if lean else "sdpa"
+
+# %% ../../nbs/nn/01_compiled.ipynb #bf16cpu2
+def product_dtype(device: torch.device) -> torch.dtype:
+    "bfloat16; float32 on a CPU that has no arithmetic for it."
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.10 has none
+    native = device.type != "cpu" or capabilities.get("avx512_bf16", False)
+    return torch.bfloat16 if native else torch.float32

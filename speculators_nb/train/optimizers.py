@@ -5,7 +5,7 @@ Both are behind one `torch.optim.Optimizer`; embedding tables take sparse gradie
 
 # %% auto #0
 __all__ = ['LOOKUP_NAMES', 'OPTIMIZERS', 'SLICE_BYTES', 'parameter_kinds', 'parameter_groups', 'table_slices', 'RowAdamW',
-           'use_row_gradients', 'clip_gradients', 'product_dtype', 'orthogonal', 'Muon', 'MuonAdamW', 'build_optimizer']
+           'use_row_gradients', 'clip_gradients', 'orthogonal', 'Muon', 'MuonAdamW', 'build_optimizer']
 
 # %% ../../nbs/train/01_optimizers.ipynb #1b81b327
 import math
@@ -21,6 +21,7 @@ from torch.nn.utils import get_total_norm
 from torch.optim.adamw import adamw
 
 from ..distributed.sharding import local, part_of
+from ..nn.compiled import product_dtype
 
 # %% ../../nbs/train/01_optimizers.ipynb #0dbc01a9
 # a parameter whose name holds one of these is a table or a head
@@ -197,13 +198,6 @@ def clip_gradients(
     return norm
 
 # %% ../../nbs/train/01_optimizers.ipynb #mu0n0002
-def product_dtype(device: torch.device) -> torch.dtype:
-    "Of Muon's products: bfloat16, as torch's; float32 on a CPU that has no arithmetic for it."
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()  # unknown before torch 2.11
-    native = device.type != "cpu" or capabilities.get("avx512_bf16", False)
-    return torch.bfloat16 if native else torch.float32
-
-
 def orthogonal(
     update: torch.Tensor,  # [m, n]
     dtype: torch.dtype,  # of the products and of the result
