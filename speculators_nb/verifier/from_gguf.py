@@ -186,7 +186,7 @@ def _save(file, name, folder, dtype):
     header = read_header(file, name)
     how: dict[str, Any] = dict(gguf_file=file.name, trust_remote_code=False)
     with _gguf_errors(name):
-        model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=dtype, **how)
+        model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **how).to(dtype)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **how)
     with torch.device("meta"):
         plain = AutoModelForCausalLM.from_config(_plain_config(model.config), dtype=dtype, trust_remote_code=False)
