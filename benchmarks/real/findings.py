@@ -94,7 +94,8 @@ def settings(name, contenders, rows, n_prompts, seeds, workers):
     def save(found):
         each(found)
         write(found.counts, f"{name}.csv.gz")
-        write(pd.DataFrame(map(in_training, found.runs.itertuples())), f"{name}_training.csv")
+        if contenders is SETTINGS:  # EAGLE-3 all of them
+            write(pd.DataFrame(map(in_training, found.runs.itertuples())), f"{name}_training.csv")
 
     found = experiment(
         folder,
