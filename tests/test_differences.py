@@ -14,7 +14,7 @@ from speculators_nb.core.config import SpeculatorModelConfig
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.nn.supervision import chain_metrics
-from speculators_nb.train.train_drafter import train_drafter
+from speculators_nb.train.train_drafter import new_drafter
 from speculators_nb.train.trainer import SpeculatorTrainingArguments
 
 ROOT = Path(__file__).parents[1]
@@ -115,7 +115,7 @@ def test_defaults():
 
     _, target, _ = verifier("llama")
     layer = draft_layer_config(target.config)
-    assert (layer.layer_types, layer.num_hidden_layers, default(train_drafter, "num_layers")) == (
+    assert (layer.layer_types, layer.num_hidden_layers, default(new_drafter, "num_layers")) == (
         ["full_attention"],
         1,
         1,

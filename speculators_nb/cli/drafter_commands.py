@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from ..core.checkpoints import remote_code
 from ..core.config import SpeculatorModelConfig
 from ..core.files import atomic_write, disk_errors, writable_folder
-from ..core.options import FILTERS, NO_WEIGHTS, check_options, pairs
+from ..core.options import FILTERS, FIRST_CHOICE, NO_WEIGHTS, check_options, pairs
 from ..core.provenance import provenance_path, without_secrets, write_provenance
 from ..data.prepared_folder import read_data_config
 from ..decode.ngram import NgramDrafter
@@ -86,10 +86,10 @@ def _record_run(trainer, record, origin):
 def train(
     data_dir: Path,  # features from `speculators-nb features` or upstream, or a prepared folder
     output_dir: Path,  # where the drafter, its history and its checkpoints go
-    algorithm: str = "eagle3",  # which drafter, e.g. eagle3, dflash2; a wrong name lists all
+    algorithm: str | None = None,  # dflash2, …; default: eagle3, or as from_pretrained
     verifier: str | None = None,  # folder or hub id; default: the one that made the features
     draft_arch: str | None = None,  # layer type: llama or qwen3; default: llama or algorithm's
-    num_layers: int = 1,  # how many it has
+    num_layers: int | None = None,  # how many it has; default: 1
     draft_vocab_size: int | None = None,  # most frequent tokens; default: all of the verifier's
     from_pretrained: Path | None = None,  # start from this drafter's weights, not fresh ones
     server: list[str] | str | None = None,  # vLLM making features in training (repeatable)
@@ -114,7 +114,7 @@ def train(
     trust_features: bool = False,  # take features whose record does not fit the verifier
     seed: int = 0,  # of the initial weights and of everything random in training
     trust_remote_code: bool = False,  # run code that comes with the verifier
-    extra: list[str] | None = None,  # others as name=value, e.g. warmup_steps=100 (repeatable)
+    extra: list[str] | None = None,  # others as name=value, also of own drafters (repeatable)
 ) -> SpeculatorTrainer:  # has run; its model is the best one, and is saved
     "Train a drafter on features, and keep the best checkpoint."
     check_features(data_dir, verifier)
@@ -126,7 +126,9 @@ def train(
     more = pairs(extra)
     resume = more.pop("resume_from_checkpoint", resume)
     refuse_model(output_dir)  # also the verifier that the features name
-    draft_arch = draft_arch or str(settings(algorithm).get("draft_arch", "llama"))
+    if from_pretrained is None:
+        algorithm = algorithm or FIRST_CHOICE
+        draft_arch = draft_arch or str(settings(algorithm).get("draft_arch", "llama"))
     check_step_memory(verifier, locals())
     with disk_errors(output_dir, KEPT), remote_code(trust_remote_code), one_writer(output_dir):
         trainer = train_drafter(
@@ -151,7 +153,8 @@ def train(
             overwrite=overwrite,
             **given | more,
         )
-    record = dict(algorithm=algorithm, num_layers=num_layers, seed=seed, resume=resume)
+    kind = trainer.model.config.speculators_model_type
+    record = dict(algorithm=kind, num_layers=num_layers, seed=seed, resume=resume)
     record |= dict(draft_vocab_size=draft_vocab_size, server=one_or_several(server))
     given["learning_rate"] = trainer.args.learning_rate
     record |= given | dict(extra=more, decode_prompts=decode_prompts, eval_share=eval_share)

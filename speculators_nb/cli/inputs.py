@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.files import check_folder, check_no_gguf, model_object, read_object, verifier_object
-from ..core.options import IN, RULES, check_options, near, pairs, shipped_drafters, shown, typed
+from ..core.options import FIRST_CHOICE, IN, RULES, check_options, near, pairs, shipped_drafters, shown, typed
 from ..data.sources import files_of, table_files
 from ..evaluate.prompts import sources_of
 from ..verifier.folders import (
@@ -210,7 +210,7 @@ def _read_fields(path) -> dict[str, Any]:
     import_first(path, {"import": fields.get("import", [])})
     rules = {name: value for name, value in fields.items() if f"experiment.{name}" in IN}
     try:
-        check_options(dict(algorithm=fields.get("algorithm", "eagle3")) | rules, "experiment")
+        check_options(dict(algorithm=fields.get("algorithm", FIRST_CHOICE)) | rules, "experiment")
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from None
     return fields
@@ -220,7 +220,7 @@ def read_experiment_file(path: str | os.PathLike) -> ExperimentFile:
     """Read and check the file of an experiment; what `import` names is imported. Errors:
     FileNotFoundError, ValueError naming the field, its value and what to write."""
     fields, where = _read_fields(Path(path)), f"{path}: "
-    algorithm, modules = fields.get("algorithm", "eagle3"), fields.get("import", [])
+    algorithm, modules = fields.get("algorithm", FIRST_CHOICE), fields.get("import", [])
     kind = "grid" if "grid" in fields else "settings"
     if not fields[kind]:
         raise ValueError(f"{where}{kind}={{}}: is empty")

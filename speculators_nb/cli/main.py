@@ -246,7 +246,7 @@ def plan(
     """What a recipe needs: disk, memory of a training step, the time of each stage, servers; what
     does not fit, and the option that makes it fit. No stage is started, no weights are read. Without
     an option that describes a machine it is about this one."""
-    from ..core.options import check_options
+    from ..core.options import FIRST_CHOICE, check_options
     from .run import stages_of
 
     own = dict(conversations=conversations, tokens_each=tokens_each, devices=devices)
@@ -257,7 +257,8 @@ def plan(
     from ..plan.requirements import GB, machine_of, requirements
 
     sections = {stage.name: stage.values for stage in stages}
-    algorithm = sections.get("train", {}).get("algorithm", "")
+    training = sections.get("train")
+    algorithm = (training["algorithm"] or FIRST_CHOICE) if training else ""
     place = None if memory is None else memory * GB
     machine = machine_of(algorithm, devices, place, tflops, mfu, bandwidth)
     free = None if disk is None else disk * GB

@@ -481,7 +481,7 @@ def _check_train(values: Mapping) -> None:
         given = shown(f"{taken[0]}={more[taken[0]]}")
         raise ValueError(f"extra={given}: has an option of its own; use {option}")
     if more:
-        check_options({name: v for name, v in values.items() if name != "extra"} | more)
+        check_options({name: v for name, v in values.items() if name != "extra" and v is not None} | more)
 
 
 # options of `evaluate` that one engine alone reads: name -> default
@@ -598,6 +598,9 @@ def algorithms() -> tuple[str, ...]:
     return tuple(dict.fromkeys([*shipped_drafters(), *further]))
 
 
+FIRST_CHOICE = "eagle3"  # the algorithm where none is named
+
+
 def _words(text):
     return tuple(text.split())
 
@@ -696,9 +699,9 @@ RULES |= switches(
 )
 
 RULES |= {
-    "algorithm": OptionRule("word", "eagle3", words=algorithms),
+    "algorithm": OptionRule("word", FIRST_CHOICE, words=algorithms),
     "draft_arch": word("llama", "qwen3", none=True),
-    "num_layers": whole(1, 1, 1000),
+    "num_layers": whole(1, 1, 1000, none=True),
     "sliding_window": whole(2048, 1, MOST_TOKENS, none=True),
     "full_attention_indices": several(whole(0, 0, 999), [0, 2], none=True),
     "draft_config": path("draft/config.json", none=True),
@@ -845,6 +848,7 @@ RULES |= {
 ARGUMENTS = several(text("--max-num-seqs=8"), "--max-num-seqs=8", none=True)
 IN = {
     "convert.source": path("downloads/eagle"),
+    "train.algorithm": OptionRule("word", FIRST_CHOICE, words=algorithms, none=True),
     "vocab.draft_vocab_size": whole(32000, 1),
     "regenerate.concurrency": whole(16, 1, 65536),
     **dict.fromkeys(("regenerate.engine", "features.engine"), word("local", "ray")),

@@ -780,6 +780,23 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         drafted = cls.tokens_to_draft(cls.training_arguments() | {cls.drafted_by: k})
         return {cls.drafted_by: 2 * k - drafted}
 
+    def kept_arguments(self) -> dict[str, Any]:  # argument -> as it is here
+        """The training arguments that shape a fresh drafter: here config and weights have
+        decided them. One that the config does not say is the default."""
+        config, of = self.config, self.config.speculators_config
+        layer = getattr(config, "transformer_layer_config", None)
+        fresh = {
+            name: default
+            for name, default in self.training_arguments().items()
+            if name not in self.forward_arguments()
+        }
+        if self.drafted_by in fresh and of is not None and of.speculative_tokens:
+            fresh |= self.arguments_to_draft(of.speculative_tokens)
+        kept = {n: getattr(config, n, getattr(layer, n, value)) for n, value in fresh.items()}
+        if "target_layer_ids" in kept:
+            kept["target_layer_ids"] = self.target_layer_ids
+        return kept
+
     # serving
 
     @classmethod

@@ -464,6 +464,11 @@ class DFlashDraftModel(BlockDrafting):
         "The slots that predict."
         return arguments["block_size"] - (not arguments["sample_from_anchor"])
 
+    def kept_arguments(self) -> dict[str, Any]:
+        "As in the base class; the layers' config has its own name for attention sinks."
+        sinks = bool(getattr(self.config.transformer_layer_config, SINKS, False))
+        return super().kept_arguments() | {"attention_sink_bias": sinks}
+
     @classmethod
     def verifier_fields(
         cls, layer: PretrainedConfig, verifier: str, arguments: dict[str, Any]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.options import duration, pairs
+from ..core.options import FIRST_CHOICE, duration, pairs
 from ..data.prepared_folder import load_prepared
 from ..features.feature_rows import stored_dtype
 from ..train.training_arguments import can_shard
@@ -481,6 +481,8 @@ def requirements(
     write, train = sections.get("features"), sections.get("train")
     if not write and not train:
         raise ValueError("recipe: has no section features or train; there is nothing to plan")
+    if train:
+        train = dict(train, algorithm=train["algorithm"] or FIRST_CHOICE)
     machine = machine or Machine()
     first = dict(train or {}) | dict(write or {})
     info = VerifierInfo.of(verifier or first.get("verifier") or "")

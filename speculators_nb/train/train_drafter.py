@@ -1,10 +1,11 @@
 """Training of a drafter (speculator, draft model) in one function.
 From a folder of features, or with features made during training."""
 
+import inspect
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from transformers import PretrainedConfig
 from ..core.checkpoints import model_file
 from ..core.config import layer_config_from_dict
 from ..core.files import read_object
-from ..core.options import check_options
+from ..core.options import check_options, shown
+from ..core.registry import GreedyTokenProposalConfig
 from ..data.chat_encoding import token_frequencies
 from ..data.prepared_folder import read_token_freq
 from ..features.checks import check_features
@@ -247,37 +249,67 @@ def draft_vocabulary(
     return vocab_mapping_from_frequencies(counts, draft_vocab_size, vocab_size)
 
 
-def _model_and_features(data_dir, info, algorithm, draft_vocab_size, from_pretrained, target_layer_ids, source, args):
+def keep_shape(
+    model: SpeculatorModel,  # a trained drafter
+    place: str | os.PathLike,  # where it is from, for messages
+    given: Mapping[str, Any],  # arguments of training; None: not given
+) -> None:
+    """Training arguments of a drafter that is there. Its config says which ones of its forward pass it is trained with.
+    Errors: ValueError for one that shapes a fresh drafter, and is not as this one is."""
+    config, layer = model.config, getattr(model.config, "transformer_layer_config", None)
+    given = {name: value for name, value in given.items() if value is not None}
+    kept = dict.fromkeys(inspect.signature(model.from_training_args).parameters)
+    kept |= dict(
+        algorithm=config.speculators_model_type,
+        draft_arch=getattr(layer, "model_type", None),
+        num_layers=getattr(layer, "num_hidden_layers", None),
+        target_layer_ids=list(model.drafter().aux_layer_ids),
+    )
+    kept |= model.kept_arguments() | dict(draft_vocab_size=model.draft_vocab_size)
+    in_forward = model.forward_arguments()
+    for name, value in given.items():
+        if name in in_forward:
+            if name in model.config_arguments:
+                setattr(config, name, value)
+        elif name in kept and value != kept[name]:
+            option = " (--aux-layer-ids)" if name == "target_layer_ids" else ""
+            raise ValueError(
+                f"{name}={shown(value)}: {place} has {shown(kept[name])}, and keeps it; "
+                f"leave {name}{option} out, or train anew"
+            )
+    if model.drafted_by in in_forward and model.drafted_by in given and config.speculators_config:
+        drafted = model.tokens_to_draft(model.training_arguments() | given)
+        for method in config.speculators_config.proposal_methods:
+            if isinstance(method, GreedyTokenProposalConfig):
+                method.speculative_tokens = drafted
+
+
+def _model_and_features(data_dir, info, from_pretrained, source, args, seed):
     "A fresh drafter, or a trained one to start from; and the features that it reads."
+    layers, size = args["target_layer_ids"], args["draft_vocab_size"]
     if from_pretrained is not None:
         model = SpeculatorModel.from_pretrained(from_pretrained, verifier=info.name)
-        if draft_vocab_size not in (None, model.draft_vocab_size):
-            raise ValueError(
-                f"draft_vocab_size={draft_vocab_size}: {from_pretrained} knows "
-                f"{model.draft_vocab_size} tokens, and keeps them; leave it out, or train anew"
-            )
+        keep_shape(model, from_pretrained, args)
         wanted = list(model.drafter().aux_layer_ids) or None
         return model, open_features(data_dir, info, layers=wanted, **source)
-    data = open_features(data_dir, info, layers=target_layer_ids, **source)
+    data = open_features(data_dir, info, layers=layers, **source)
     stored = list(data.layer_ids or ())[:-1]
-    model = new_drafter(
-        algorithm,
-        info,
-        draft_vocab_size=draft_vocab_size,
-        mapping=draft_vocabulary(data, data_dir, draft_vocab_size, info.text.vocab_size),
-        target_layer_ids=target_layer_ids or stored or None,
-        **args,
-    )
-    return model, data
+    own = {
+        "draft_arch": args["draft_arch"] or "llama",
+        "num_layers": args["num_layers"] or 1,
+        "mapping": draft_vocabulary(data, data_dir, size, info.text.vocab_size),
+        "target_layer_ids": layers or stored or None,
+    }
+    return new_drafter(verifier=info, seed=seed, **args | own), data
 
 
 def train_drafter(
     data_dir: str | os.PathLike,  # features (`extract_features`), or prepared: made in training
     output_dir: str | os.PathLike,  # for checkpoints (final, intermediate) and training_log.csv
     verifier: str | os.PathLike,  # folder or hub id of the model that made the features
-    algorithm: str,  # a registered `speculators_model_type`
-    draft_arch: str = "llama",  # family of the draft layers
-    num_layers: int = 1,  # number of draft layers
+    algorithm: str | None,  # a registered `speculators_model_type`; None: `from_pretrained`'s
+    draft_arch: str | None = None,  # family of the draft layers; None: llama, or as they are
+    num_layers: int | None = None,  # number of draft layers; None: 1, or as many as there are
     draft_vocab_size: int | None = None,  # None: the verifier's whole vocabulary
     from_pretrained: str | os.PathLike | None = None,  # start from its weights, not fresh ones
     seed: int = 0,  # of the initial weights, the split and the training
@@ -293,15 +325,18 @@ def train_drafter(
     # `get_trainer_kwargs`
     **training_args,
 ) -> SpeculatorTrainer:  # has run; its model is the best one and is saved in `output_dir`
-    """Train a drafter on features. Errors: ValueError for a name that nothing takes, a folder
-    that holds a drafter (`overwrite`, `resume_from_checkpoint`), features of another verifier
-    or of other layers; FloatingPointError for a loss or weights that are not finite;
-    KeyboardInterrupt, once the drafter is saved, where an Interrupt stopped the run in a
-    notebook: its next cells do not run."""
-    drafter = {"draft_arch": draft_arch, "num_layers": num_layers, "seed": seed}
+    """Train a drafter on features. Errors: ValueError for a name that nothing takes, an argument
+    that `from_pretrained` has decided otherwise, a folder that holds a drafter (`overwrite`,
+    `resume_from_checkpoint`), features of another verifier or of other layers;
+    FloatingPointError for a loss or weights that are not finite; KeyboardInterrupt, once the
+    drafter is saved, where an Interrupt stopped the run in a notebook: its next cells do not
+    run."""
+    drafter = {"draft_arch": draft_arch, "num_layers": num_layers}
+    if algorithm is not None or from_pretrained is None:
+        drafter["algorithm"] = algorithm
     vocabulary = {"draft_vocab_size": draft_vocab_size, "target_layer_ids": target_layer_ids}
-    rows = {"eval_share": eval_share, "on_bad": on_bad, "trust_features": trust_features}
-    check_options({"algorithm": algorithm} | drafter | vocabulary | rows | training_args)
+    rows = {"eval_share": eval_share, "on_bad": on_bad, "trust_features": trust_features, "seed": seed}
+    check_options(drafter | vocabulary | rows | training_args)
     shape, training_args = layer_arguments(training_args)
     if from_pretrained is not None:
         refuse_given(shape, "from_pretrained brings its own layers")
@@ -312,12 +347,10 @@ def train_drafter(
     model, data = _model_and_features(
         data_dir,
         info,
-        algorithm,
         from_pretrained=from_pretrained,
         source=dict(url=url, storage=storage, on_bad=on_bad, patience=patience),
-        args=drafter | shape | training_args,
-        draft_vocab_size=draft_vocab_size,
-        target_layer_ids=target_layer_ids,
+        args=drafter | vocabulary | shape | training_args,
+        seed=seed,
     )
     if isinstance(data, LiveFeatures) and training_args.get("dataloader_num_workers"):
         raise ValueError(
