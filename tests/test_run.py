@@ -7,6 +7,7 @@ import os
 import random
 import re
 import shlex
+import shutil
 import signal
 import sys
 import time
@@ -75,6 +76,22 @@ def whole(tmp_path_factory):
     began = time.monotonic()
     finish(begin(folder), folder)
     return folder, time.monotonic() - began
+
+
+def test_what_single_commands_have_made_is_reused(whole, tmp_path, monkeypatch):
+    "The plan does not say that it continues what this run has not begun; what is complete is kept to the byte."
+    folder = tmp_path / "copy"
+    shutil.copytree(whole[0], folder)
+    (folder / "out/run.json").unlink()
+    reused = ["regenerate", "prepare", "features", "train"]
+    assert states(folder, monkeypatch) == dict.fromkeys(reused, "will reuse") | {"check": "will run"}
+    files = [folder / "out" / name for name in ("answers.jsonl", "drafter/model.safetensors")]
+    before = [file.read_bytes() for file in files]
+    (folder / "log.txt").unlink()
+    finish(begin(folder), folder)
+    assert [file.read_bytes() for file in files] == before
+    assert (folder / "log.txt").read_text().count("was not made by this run") == len(reused)
+    assert set(states(folder, monkeypatch).values()) == {"done"}
 
 
 @pytest.mark.statement("release-36")

@@ -257,7 +257,7 @@ class Planned(NamedTuple):
     "A stage, and what is to be done for it."
 
     stage: Stage
-    state: str  # done, will run, will continue, will run again, skipped
+    state: str  # done, will run, will continue, will reuse, will run again, skipped
     why: str
 
     @property
@@ -278,7 +278,13 @@ def _planned(stage, entry, function, remade) -> Planned:
         return Planned(stage, "will run again", "; ".join(changed))
     if entry.get("done"):
         return Planned(stage, "done", "nothing changed")
-    return Planned(stage, *(("will continue", "it has not finished") if there else ("will run", "it has not run")))
+    if not there:
+        return Planned(stage, "will run", "it has not run")
+    if "arguments" in entry:
+        return Planned(stage, "will continue", "it has not finished")
+    return Planned(
+        stage, "will reuse", "what is there was not made by this run: what fits is kept and completed, else refused"
+    )
 
 
 def plan_of(stages: list[Stage], record: RunRecord, commands: Mapping[str, Callable]) -> list[Planned]:
@@ -506,7 +512,7 @@ def arguments_for(planned: Planned, function: Callable, begun: bool, fresh: bool
     replace by itself is removed. Errors: FileExistsError where that is not the stage's own."""
     stage, takes = planned.stage, inspect.signature(function).parameters
     values = dict(stage.values)
-    if planned.state == "will continue":
+    if planned.state in ("will continue", "will reuse"):
         if "resume" in takes:
             values["resume"] = True
         elif "overwrite" in takes and begun:
