@@ -757,6 +757,18 @@ def test_resume_goes_on(features, drafter):
     assert f"checkpoint-{2 * first}" in os.listdir(drafter)
 
 
+def test_prepare_says_what_it_made_once(tmp_path):
+    asked = {"role": "user", "content": "What is 2 + 2?"}
+    chats = [{"messages": [asked, {"role": "assistant", "content": answer}]} for answer in ("4.", "4.", "4.", "5", "6")]
+    (tmp_path / "chats.jsonl").write_text("\n".join(map(json.dumps, [*chats, {"messages": [asked]}])))
+    result = run("prepare", tmp_path / "chats.jsonl", tmp_path / "prepared", *OF_TINY, "--num-proc", 1)
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.output.splitlines() if line.strip()]
+    assert len(lines) == len(set(lines)) and sum("duplicates" in line for line in lines) == 1, result.output
+    assert sum(line.startswith("prepared: ") for line in lines) == 1 and "Dropped" in lines
+    assert "chats.jsonl, line 2; line 3)" in result.output  # which ones
+
+
 def test_misspelt_extra(features, tmp_path):
     one_line(run("train", features, tmp_path, "--extra", "ttt_step=3"), "ttt_step=3", "Did you mean ttt_steps?")
     one_line(run("train", features, tmp_path, "--algorithm", "eagel"), "eagel")
@@ -978,7 +990,7 @@ def test_what_made_it_lies_beside(features, drafter, tmp_path):
         read_provenance(features)["command"] == "features" and read_provenance(drafter)["inputs"]["features"]["record"]
     )
     recipe = yaml.safe_load((drafter / "train.recipe.yaml").read_text())["train"]
-    assert recipe["draft_vocab_size"] == 512 and recipe["num_layers"] == 1 and "ttt_steps=2" in recipe["extra"]
+    assert recipe["draft_vocab_size"] == 512 and recipe["num_layers"] is None and "ttt_steps=2" in recipe["extra"]
 
 
 def test_its_recipe_repeats_a_run(features, tmp_path):
@@ -1137,14 +1149,25 @@ def in_fresh_process(folder, *lines):
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def test_help_says_how_an_argument_of_such_a_drafter_is_given():
+    said = {name: " ".join(run(name, "--help").output.split()) for name in ("train", "check", "serve")}
+    assert "An argument of such a drafter is given by --extra NAME=VALUE." in said["train"]
+    assert all("--import" in text for text in said.values())
+    assert "such a drafter" not in said["check"] + said["serve"]  # whose --extra is vLLM's
+
+
 def test_a_drafter_of_one_s_own_is_imported(tmp_path):
     """`--import` and `import:` make a registered drafter a word of `algorithm`, also in the process of a stage, and its
     checkpoints loadable; the recipe that is left beside the drafter imports it again."""
     own = import_module("test_own_drafter")
-    (tmp_path / "my_gated.py").write_text(own.HEAD + own.GATED + "\n" + own.FORMAT)
+    gated = own.GATED.replace('str = "gated"\n', 'str = "gated"\n    gate_start: float = 0.0\n')
+    field = '    config_arguments = (*Eagle3DraftModel.config_arguments, "gate_start")\n'
+    gated = gated.replace("    config_class = GatedConfig\n", f"    config_class = GatedConfig\n{field}")
+    (tmp_path / "my_gated.py").write_text(own.HEAD + gated + "\n" + own.FORMAT)
     text = f"verifier: {own.RELEASE / 'verifier'}\ntrain: {{data_dir: {own.RELEASE / 'features'}, output_dir: new, "
     text += "algorithm: gated, total_seq_len: 32, num_train_epochs: 1, eval_share: 0, "
-    text += "extra: [ttt_steps=2, disable_tqdm=true]}\ncheck: {folder: new}\nrun: {output_dir: run}\n"
+    text += "extra: [ttt_steps=2, disable_tqdm=true, gate_start=0.5]}\n"
+    text += "check: {folder: new}\nrun: {output_dir: run}\n"
     (tmp_path / "plain.yaml").write_text(text)
     (tmp_path / "import.yaml").write_text(f"import: my_gated.py\n{text}")
     train = f"train {own.RELEASE / 'features'} out --algorithm gated --verifier {own.RELEASE / 'verifier'}"
@@ -1154,6 +1177,7 @@ def test_a_drafter_of_one_s_own_is_imported(tmp_path):
     assert ran[0] == 0 and (tmp_path / "run/report.html").is_file(), ran
     left = yaml.safe_load((tmp_path / "new/train.recipe.yaml").read_text())["train"]
     assert left["import"] == ["my_gated.py"] and left["algorithm"] == "gated"
+    assert json.loads((tmp_path / "new/config.json").read_text())["gate_start"] == 0.5  # an argument of its own
 
     unknown, checked, typed, exported = in_fresh_process(
         tmp_path,

@@ -192,12 +192,17 @@ def failure(e: Exception) -> tuple[str, int]:
     return text, code
 
 
+def _takes_training_arguments(names, command):
+    "Whether `--extra` of a command, of whose parameters these are the names, gives arguments of training."
+    return "extra" in names and rule_of("extra", command) is RULES["extra"]
+
+
 def _unknown_option(option, command, takes):
     "What to write instead of an option that a command does not have."
     name = option.lstrip("-").partition("=")[0].replace("-", "_")
     known = [f"--{p.replace('_', '-')}" for p in takes]
     extra = rule_of("extra", command) if "extra" in takes else None
-    if extra is RULES["extra"] and name in RULES:
+    if _takes_training_arguments(takes, command) and name in RULES:
         return f"write --extra {name}={RULES[name].example}"
     meant = near(option, known)
     if extra is not None and not meant.startswith("Did"):
@@ -482,6 +487,8 @@ def _shell_parameters(function, command) -> list[inspect.Parameter]:
             parameters += _as_typer(parameter, comments.get(parameter.name), command)
     if loads_drafters(function):
         comment = "Module or .py file that registers drafters of your own (repeatable)."
+        if _takes_training_arguments(inspect.signature(function).parameters, command):
+            comment += " An argument of such a drafter is given by --extra NAME=VALUE."
         own = typer.Option("--import", metavar="MODULE", show_default=False, help=comment)
         parameters.append(_keyword("import_", list[str] | None, own))
     if "recipe" not in inspect.signature(function).parameters:
@@ -529,8 +536,7 @@ class ShellCommand(TyperCommand):
 
     def parse_args(self, ctx, args):
         known = {flag for p in self.params for flag in (*p.opts, *p.secondary_opts)}
-        takes = any(p.name == "extra" for p in self.params)
-        takes = takes and rule_of("extra", self.name or "") is RULES["extra"]
+        takes = _takes_training_arguments([p.name for p in self.params], self.name or "")
         return super().parse_args(ctx, further_options(args, known) if takes else args)
 
     def format_help(self, ctx, formatter):
