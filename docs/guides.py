@@ -141,7 +141,10 @@ def real_demo():
         )
 
     after = [what for what in rows if what.startswith("tokens a step after")]
-    curve = ", ".join(f"{float(rows[what]['value']):.2f}{what.removeprefix('tokens a step')}" for what in after)
+    curve = ", ".join(
+        f"{float(rows[what]['value']):.2f}{what.removeprefix('tokens a step').replace(' steps', ' training steps')}"
+        for what in after
+    )
     asked = number("held-out questions")
     return (
         f"`make real`, once, on two cores: {minutes_of('from nothing')} minutes from nothing, of which features "
@@ -183,9 +186,9 @@ def beside_upstream():
     length, more = ({row[0]: row[column] for row in rows if len(row) > column} for column in (3, 7))
     ours, equal_time = "ours, default command line", "ours, `make real`, equal time"
     return (
-        "Upstream's trainer (`speculators` 0.9.0) beside ours, on the same features and for 48 steps, three seeds: "
-        f"{length['upstream, its defaults']} tokens a step with its defaults, **{length[ours]}** with ours, which is "
-        f"{more[ours]} in accepted tokens; the settings of `make real` in the time that upstream takes: "
+        "Upstream's trainer (`speculators` 0.9.0) beside ours, on the same features and for 48 training steps, three "
+        f"seeds: {length['upstream, its defaults']} tokens a step with its defaults, **{length[ours]}** with ours, "
+        f"which is {more[ours]} in accepted tokens; the settings of `make real` in the time that upstream takes: "
         f"{length[equal_time]}, {more[equal_time]}. With upstream's settings ours takes "
         "{} ([page](../benchmarks/real/results/UPSTREAM.md)).".format(length["ours, upstream's settings"])
     )
@@ -415,7 +418,7 @@ def data_size_said():
     few, many = min(sizes), max(sizes)
     length, train, held = "mean_length", "train_loss", "held_out_loss"
     return (
-        f"With {count(many)} conversations instead of {few} the same {found[0]['steps']} steps lead to "
+        f"With {count(many)} conversations instead of {few} the same {found[0]['steps']} training steps lead to "
         f"{of(many, length)} tokens a step instead of {of(few, length)}. On {few} the training loss ends at "
         f"{of(few, train)} and the held-out loss at {of(few, held)}; on {count(many)} they are {of(many, train)} and "
         f"{of(many, held)}."
@@ -695,7 +698,7 @@ def quotes():
             "proofs": f"{some} of {every} combinations of drafter, acceptance rule and temperature, {samples} sampled "
             f"texts each: {different} differs measurably from its exact distribution; and {prompts} greedy texts by "
             "each proposer",
-            "engine": f"{length} tokens a step, {faster} times the tokens a second",
+            "engine": f"{length} tokens a verification step, {faster} times the tokens a second",
             "demo": minutes("demo", "train a drafter, and measure it"),
             "real": minutes("real", "the same with SmolLM2"),
             "test": minutes("test", "lint, types, notebooks, tests"),

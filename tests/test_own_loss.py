@@ -1,4 +1,4 @@
-"""A loss and loss weights of one's own, in every drafter and by the commands: the page "Your own loss in ten lines"."""
+"""A loss and loss weights of one's own, in every drafter and by the commands: the page "Write your own loss"."""
 
 import json
 import re

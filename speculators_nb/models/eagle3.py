@@ -321,9 +321,9 @@ class Eagle3DraftModel(TrainingTimeTest):
         lean: bool = True,  # False: the dense definition, which also returns draft tokens
         *,
         ttt_steps: int = 3,  # K
-        ttt_step_loss_decay: float = 1.0,  # gamma: the weight of step t is gamma^t
+        ttt_step_loss_decay: float = 1.0,  # gamma: the weight of TTT step t is gamma^t
         use_off_policy_tokens: bool = True,  # later steps read the text; False: drafted tokens
-        step_weights: StepWeights = None,  # K weights, or a function of the step; None: gamma^t
+        step_weights: StepWeights = None,  # K weights, or a function of t; None: gamma^t
         # one of your own (`register_loss_weight`), dpace, or a function; None: by the step
         per_position_loss_weight: str | Callable | None = None,
         loss_config: dict | str = "kl_div",  # see `losses.parse_loss`
@@ -331,8 +331,8 @@ class Eagle3DraftModel(TrainingTimeTest):
         gemm_dtype: torch.dtype | None = None,  # of the head's products, e.g. torch.bfloat16
         attn_impl: str | None = None,  # None: "flex" on CUDA; else "blocked", dense "sdpa"
     ) -> ForwardOutput:  # tokens: list of K [1, L], or None where lean
-        """One packed sequence through K steps. The loss is the sum over steps of the step's
-        weight times the mean over the positions that carry loss.
+        """One packed sequence through K TTT steps. The loss is the sum over TTT steps of each
+        one's weight times the mean over the positions that carry loss at it.
         Errors: ValueError for ttt_steps < 1, an unknown loss, or weights of another number."""
         if ttt_steps < 1:
             raise ValueError(f"ttt_steps={ttt_steps}: at least one step is needed")
