@@ -2,11 +2,13 @@
 saved."""
 
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
 from test_trainer import arguments, samples, toy
 
+from speculators_nb.core.plot import COLOURS
 from speculators_nb.lab.experiment import settings, shipped_features
 from speculators_nb.lab.shipped import shipped_data
 from speculators_nb.train.live_view import LiveView, header_line, plot_runs
@@ -48,7 +50,12 @@ def test_what_is_shown(tmp_path):
     trainer = run(tmp_path, view)
     assert header_line({"step": 0, "mean length": 0}).split()[0] in view.rows.value and "mean length" in view.rows.value
     assert view.rows.value.count("\n") == 3 and "1.500" in view.rows.value
-    assert view.curve.value.startswith("<svg style=") and view.curve.value.rstrip().endswith("</svg>")
+    curve = view.curve.value
+    assert curve.startswith("<svg style=") and curve.rstrip().endswith("</svg>")
+    assert "<!-- training -->" in curve  # a model without a config has no name
+    drafter = SimpleNamespace(config=SimpleNamespace(speculators_model_type="dflash"))
+    view.on_log(trainer.args, trainer.state, trainer.control, {}, model=drafter)
+    assert "<!-- dflash training -->" in view.curve.value and COLOURS["dflash"] in view.curve.value
     assert view.bar.value == view.bar.max == trainer.state.max_steps
     assert view.button.description == "Finished"
 

@@ -119,7 +119,7 @@ def _table_of(run) -> pd.DataFrame:
 
 
 def plot_runs(
-    runs: Mapping[str, Any],  # name -> trainer, its output folder, or a `log_table`
+    runs: Mapping[str, Any],  # name (may be empty) -> trainer, its output folder, or a `log_table`
 ) -> Figure:  # the losses, and the mean acceptance length where it was measured
     "Training runs laid over each other, one colour each."
     tables = {name: _table_of(run) for name, run in runs.items()}
@@ -135,8 +135,9 @@ def plot_runs(
             lengths = rows.set_index("step").eval_mean_length
             axes[0, 1].plot(lengths, color=colour, marker=marker, label=name)
         axes[0, 1].set(xlabel="optimizer step", ylabel="mean acceptance length")
-        axes[0, 1].set_title("Tokens a step, decoded")
-        axes[0, 1].legend(frameon=False)
+        axes[0, 1].set_title("Tokens a verification step, decoded")
+        if any(tables):
+            axes[0, 1].legend(frameon=False)
     return fig
 
 
@@ -208,7 +209,7 @@ class LiveView(TrainerCallback):
         if self.request.wanted:
             control.should_evaluate = control.should_save = False
 
-    def on_log(self, args, state, control, logs=None, **kwargs):
+    def on_log(self, args, state, control, logs=None, model=None, **kwargs):
         if "train_runtime" in (logs or {}):
             return
         table = evaluation_table(state.log_history)
@@ -219,7 +220,8 @@ class LiveView(TrainerCallback):
         self.rows.value = f"<pre>{html.escape(text)}</pre>"
         picture = io.StringIO()
         log = pd.DataFrame(state.log_history).groupby("step").first()
-        plot_runs({"this run": log}).savefig(picture, format="svg")  # crisp at any width
+        drafter = getattr(getattr(model, "config", None), "speculators_model_type", "")  # keeps its colour
+        plot_runs({drafter: log}).savefig(picture, format="svg")  # crisp at any width
         _, _, svg = picture.getvalue().partition("<svg ")
         self.curve.value = f'<svg style="max-width: 100%; height: auto" {svg}'
         self.curve.layout.display = None
