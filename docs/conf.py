@@ -7,6 +7,8 @@ import tomllib
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
+from web.address import site_address
+
 ROOT = Path(__file__).parents[1]
 _project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 project, author = _project["name"], _project["authors"][0]["name"]
@@ -35,6 +37,7 @@ html_static_path = ["_static"]
 html_css_files = ["custom.css", "site.css"]
 html_js_files = ["scroll.js", ("site.js", {"defer": "defer"})]
 html_copy_source = html_show_sourcelink = False
+html_show_search_summary = False  # it fetches the page of every result; `search_words` has a sentence of each
 html_theme_options = {"top_of_page_buttons": []}
 pygments_style, pygments_dark_style = "a11y-high-contrast-light", "github-dark"
 
@@ -57,7 +60,7 @@ copybutton_exclude = ".linenos, .gp, .go"
 
 def page_context(app, page, template, context, doctree):
     "What a page's head says to sites that link to it; the first page leads to the first tutorial"
-    up, titles = "../" * page.count("/"), app.env.titles
+    up, titles = site_address() or "../" * page.count("/"), app.env.titles
     title = titles[page].astext() if page in titles else project
     context["metatags"] = context.get("metatags", "") + (
         f'<meta property="og:title" content="{html.escape(title)}">\n'

@@ -8,9 +8,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "docs"))
-from web import books, extras, figures, overview, papers, places  # noqa: E402
+from web import address, books, extras, figures, overview, pages, papers, places  # noqa: E402
 from web.cells import has_widget, widget_first  # noqa: E402
-from web.links import crosslink  # noqa: E402
+from web.links import crosslink, relink  # noqa: E402
 
 SECTIONS = books.groups()
 BOOKS = [book for section in SECTIONS.values() for book in section]
@@ -105,6 +105,52 @@ def test_a_value_of_an_option_is_no_link():
     symbols = {"local": "distributed.sharding.local", "train": "train.train"}
     text = "See `train`.\n\n| option | values |\n| --- | --- |\n| `--engine` | `local`, `ray` |\n"
     assert crosslink(text, symbols) == text.replace("`train`", "{py:obj}`train <train.train>`")
+
+
+def test_one_setting_links_pages_to_the_address(monkeypatch):
+    "Notebooks open elsewhere, files can be edited, problems reported, and a link to the site has its picture."
+    monkeypatch.setattr(places, "GIT_URL", "https://github.com/Owner/name")
+    note = pages.note(next(b for b in BOOKS if b.page == "tutorials/04_write_your_own_drafter.ipynb"))
+    here = "nbs/tutorials/04_write_your_own_drafter.ipynb"
+    for link in (
+        f"(https://colab.research.google.com/github/Owner/name/blob/main/{here})",
+        f"(https://mybinder.org/v2/gh/Owner/name/main?labpath={here.replace('/', '%2F')})",
+        f"(https://github.com/Owner/name/edit/main/{here})",
+        f"(https://github.com/Owner/name/issues/new?title={here.replace('/', '%2F')})",
+    ):
+        assert link in note
+    assert "/edit/main/docs/glossary.md)" in pages.text_page("docs/glossary.md", "# Glossary")
+    assert "edit/main/speculators_nb/cli/run.py" in pages.module_page(books.Module("cli.run", "A run."), "")
+    assert "issues/new" not in pages.text_page("docs/commands/train.md", "# train")  # made: no file holds it
+    assert address.site_address() == "https://owner.github.io/name/"
+    linked = relink("[r](../data/recipes)", "docs/from_chats.md", {"docs/from_chats.md": "from_chats.md"})
+    assert linked == "[r](https://github.com/Owner/name/blob/main/data/recipes)"
+
+
+def test_without_an_address_pages_link_to_no_other_site(monkeypatch):
+    monkeypatch.setattr(places, "GIT_URL", "")
+    notes = [pages.note(book) for book in BOOKS if book.page != "index.ipynb"]
+    notes += [pages.text_page("docs/glossary.md", "# Glossary")]
+    notes += [pages.module_page(books.Module("cli.run", "A run."), "")]
+    assert not any("http" in note for note in notes) and address.site_address() == ""
+
+
+def test_a_page_says_when_its_file_was_last_changed(monkeypatch):
+    monkeypatch.setattr(address, "changes", lambda: {"docs/glossary.md": "2026-11-27"})
+    assert "last changed on 2026-11-27" in pages.text_page("docs/glossary.md", "# Glossary")
+    assert pages.text_page("docs/commands/train.md", "# train") == "# train"
+
+
+def test_a_notebook_as_markdown_has_its_text_and_code():
+    book = next(b for b in BOOKS if b.page == "tutorials/20_your_own_loss.ipynb")
+    text = pages.as_markdown(book)
+    assert text.startswith("# Write your own loss") and '```python\n@register_loss_weight("until_wrong")' in text
+
+
+def test_the_search_has_a_sentence_of_every_page():
+    said = {"a/b.ipynb": "A [claim](x.ipynb) with `code`.", "c.md": "A sentence."}
+    words = extras.search_words([], said)
+    assert '"pages": {"a/b": "A claim with code.", "c": "A sentence."}' in words
 
 
 def test_a_broken_link_is_seen(tmp_path):

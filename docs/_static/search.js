@@ -1,6 +1,6 @@
 // Search in the words of the field: synonyms of the glossary, arXiv numbers, and whole words before parts of words.
 // Results are Sphinx's: [page, title, anchor, description, score, file, kind], the best last.
-const SHOWN = 100; // each result that is shown loads its page for a summary
+const SHOWN = 100;
 const byScore = (a, b) => a[4] - b[4] || (a[1] < b[1] ? 1 : -1);
 const wordsOf = (text) => text.replace(/([a-z\d])([A-Z])/g, "$1 $2").toLowerCase().split(/[^\p{L}\p{N}]+/u);
 
@@ -46,6 +46,10 @@ const known = (query) => {
   return found.map((result) => [...result, "", "title"]);
 };
 
+// What is found is not marked in the sentences beside the results: Sphinx marks parts of words
+const parse = Search._parseQuery;
+Search._parseQuery = (query) => parse(query).with(3, new Set());
+
 const search = Search._performSearch;
 Search._performSearch = (query, ...parsed) => {
   const best = new Map();
@@ -61,5 +65,6 @@ Search._performSearch = (query, ...parsed) => {
   add(search(query, ...parsed), 1);
   for (const other of new Set(otherWords(query))) add(search(...Search._parseQuery(other)), 0.5);
   if (highlighted !== null) localStorage.setItem("sphinx_highlight_terms", highlighted);
-  return [...best.values()].sort(byScore).slice(-SHOWN);
+  const described = (result) => result.with(3, result[3] ?? SEARCH_WORDS.pages[result[0]] ?? null);
+  return [...best.values()].sort(byScore).slice(-SHOWN).map(described);
 };

@@ -5,6 +5,7 @@ import re
 
 import matplotlib.pyplot as plt
 
+from web.books import plain
 from web.papers import anchor, cited, titles
 from web.places import EXTRA, MADE_STATIC, ROOT
 
@@ -19,8 +20,8 @@ def glossary():
         yield {"names": [name, *also.split(", ")], "anchor": slug, "sentence": re.sub(r"[`*$]", "", sentence)}
 
 
-def search_words(books):
-    "Synonyms and papers, as docs/_static/search.js reads them"
+def search_words(books, said):
+    "Synonyms, papers and what pages say of themselves (place -> sentence), as docs/_static/search.js reads them"
     known = titles()
     papers = {
         number: {
@@ -30,7 +31,9 @@ def search_words(books):
         }
         for number, where in cited(books).items()
     }
-    return f"const SEARCH_WORDS = {json.dumps({'terms': list(glossary()), 'papers': papers}, ensure_ascii=False)};\n"
+    pages = {place.rsplit(".", 1)[0]: re.sub(r"[`*$]", "", plain(text)) for place, text in said.items()}
+    words = {"terms": list(glossary()), "papers": papers, "pages": pages}
+    return f"const SEARCH_WORDS = {json.dumps(words, ensure_ascii=False)};\n"
 
 
 def card(claim, picture):
@@ -45,10 +48,10 @@ def card(claim, picture):
     plt.close(figure)
 
 
-def extras(books, claim, picture):
-    "Write all of them"
+def extras(books, said, claim, picture):
+    "Write all of them; `said` as in `search_words`"
     for folder in (EXTRA, MADE_STATIC):
         folder.mkdir(parents=True, exist_ok=True)
-    (MADE_STATIC / "search_words.js").write_text(search_words(books))
+    (MADE_STATIC / "search_words.js").write_text(search_words(books, said))
     (EXTRA / "404.html").write_text((ROOT / "docs/_templates/404.html").read_text())
     card(claim, picture)

@@ -4,7 +4,9 @@ import posixpath
 import re
 import shutil
 
-from web.places import FILES, GIT_URL, ROOT, SRC
+from web import places
+from web.address import BRANCH
+from web.places import FILES, ROOT, SRC
 
 
 def relink(text, here, where):
@@ -19,8 +21,8 @@ def relink(text, here, where):
         path = posixpath.normpath(posixpath.join(posixpath.dirname(here), target))
         if path in where:
             new = posixpath.relpath(where[path], posixpath.dirname(where[here]) or ".")
-        elif GIT_URL:
-            new = f"{GIT_URL}/blob/main/{path}"
+        elif places.GIT_URL:
+            new = f"{places.GIT_URL}/blob/{BRANCH}/{path}"
         elif (ROOT / path).is_dir():
             return m[1][1:-1]
         else:

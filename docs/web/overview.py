@@ -6,10 +6,13 @@ import commands
 from readme import readme
 
 from web.books import duration, first_sentence, modules, plain, title_of
-from web.places import DRAFTERS, GUIDES, INTERNALS, START
+from web.places import DRAFTERS, GUIDES, INTERNALS, START, STARTS
 
 GROUPS = ["start", "tutorials", "guides", "commands", "drafters", "internals"]  # pages, in the order of the sidebar
-BROWSE = "- **Browse**: [figures](/gallery.md), [papers](/papers.md), <a href='genindex.html'>the library by name</a>."
+BROWSE = (
+    "- **Browse**: [figures](/gallery.md), [widgets to try](/internals/widgets.md), [papers](/papers.md), "
+    "<a href='genindex.html'>the library by name</a>."
+)
 
 
 def toctree(places):
@@ -46,13 +49,15 @@ def overviews(sections, pages):
     drafters = [b for page in DRAFTERS for b in every if b.page == page]
     out = {}
 
-    def group(place, title, own, text="", below=()):
-        known = {p: pages[p] for p in own}
-        lines = [f"- [{title_of(t)}](/{p}): {plain(first_sentence(t))}" for p, t in known.items()]
-        entries = ["/" + p.rsplit(".", 1)[0] for p in [*own, *below]]
-        out[f"{place}.md"] = "\n\n".join([f"# {title}", "\n".join(lines), text, toctree(entries)])
+    def listed(own):
+        return "\n".join(f"- [{title_of(pages[p])}](/{p}): {plain(first_sentence(pages[p]))}" for p in own)
 
-    group("start", "Start", START.values())
+    def group(place, title, own, text="", below=()):
+        entries = ["/" + p.rsplit(".", 1)[0] for p in [*own, *below]]
+        out[f"{place}.md"] = "\n\n".join([f"# {title}", text or listed(own), toctree(entries)])
+
+    parts = [f"## {why}\n\n{listed(f'{page}.md' for page in own)}" for why, own in STARTS.items()]
+    group("start", "Start", START.values(), "\n\n".join(parts))
     group("tutorials", "Tutorials", [], table(sections["Tutorials"]), [b.page for b in sections["Tutorials"]])
     group("guides", "Guides", GUIDES.values())
     names = [f"commands/{name}.md" for name in commands.entered()]
@@ -66,8 +71,8 @@ def overviews(sections, pages):
             packages.append(f"internals/{name}.md")
             text = f"{what[0].upper()}{what[1:]}.\n\n{table(rest) if rest else ''}\n{module_table(name)}"
             group(f"internals/{name}", name, [], text, [page.page for page in [*rest, *in_package(name)]])
-    lines = "\n".join(f"- [{p[10:-3]}](/{p}): {out[p].split(chr(10))[4]}" for p in packages)
-    group("internals", "Internals", INTERNALS.values(), lines, packages)
+    lines = "\n".join(f"- [{p[10:-3]}](/{p}): {out[p].split(chr(10))[2]}" for p in packages)
+    group("internals", "Internals", INTERNALS.values(), f"{listed(INTERNALS.values())}\n\n{lines}", packages)
     return out
 
 

@@ -5,26 +5,44 @@ import shutil
 
 import commands
 
-from web.books import duration, groups, modules, times
+from web.address import file_links, last_changed, notebook_links
+from web.books import duration, first_sentence, groups, modules, times
 from web.cells import join_imports, stage_cell, widget_first
 from web.extras import extras
 from web.figures import anchor, figures, gallery
 from web.links import crosslink, relink
 from web.overview import all_notebooks, landing, overviews
 from web.papers import papers
-from web.places import LIB, MADE, PAGES, ROOT, SRC
+from web.places import FILES, LIB, MADE, PAGES, ROOT, SRC
 from web.reference import reference
+
+
+def about(said, more=""):
+    "Small print of a page"
+    return f":::{{container}} about-page\n{', '.join(said)}.\n{more}:::\n"
 
 
 def note(book):
     "The lines under a page's title: how to get the notebook, how long it runs, with which versions"
     up = "../" * (book.here.count("/") + 1)
     said = [f"Notebook: {{download}}`{book.here} <{up}{book.here}>`"]
+    said.append(f"as {{download}}`Markdown </{FILES}/{markdown_place(book)}>`")
     said += [f"exports {{py:mod}}`{LIB}.{book.module}`"] if book.module else []
     if time := duration(book.here):
         said.append(f"runs in {time} on a CPU core ({times()[book.here]['versions']})")
+    said += [*notebook_links(book.here), *file_links(book.here), *last_changed(book.here)]
     lab = f"```{{code-block}} bash\n:class: open-lab\n\n.venv/bin/jupyter lab {book.here}\n```\n"
-    return f":::{{container}} about-page\n{', '.join(said)}.\n\n{lab}:::\n"
+    return about(said, f"\n{lab}")
+
+
+def markdown_place(book):
+    return book.here.removesuffix(".ipynb") + ".md"
+
+
+def as_markdown(book):
+    "A notebook's text and code, without outputs"
+    fence = {"code": "```python\n{}\n```", "markdown": "{}", "raw": "{}"}
+    return "\n\n".join(fence[c["cell_type"]].format(c["source"]) for c in book.nb["cells"] if c["source"]) + "\n"
 
 
 def text_pages(sections, books):
@@ -75,8 +93,15 @@ def stage_book(book, where, symbols, refs):
 def module_page(module, reference_text):
     "A module that is written by hand: what it says of itself, its source, its reference"
     up = "../" * (module.page.count("/") + 2)
-    source = f":::{{container}} about-page\nSource: {{download}}`{module.here} <{up}{module.here}>`.\n:::\n"
+    said = [f"Source: {{download}}`{module.here} <{up}{module.here}>`", *file_links(module.here)]
+    source = about([*said, *last_changed(module.here)])
     return f"# {module.name}\n\n{source}\n{module.docstring}\n\n{reference_text}"
+
+
+def text_page(here, text):
+    "A page that is no notebook, with what is known of its file"
+    said = [*last_changed(here), *file_links(here)]
+    return f"{text}\n{about([f'This page: {said[0]}', *said[1:]])}" if said else text
 
 
 def stage():
@@ -95,15 +120,18 @@ def stage():
     symbols = {n: f"{LIB}.{m}.{n}" for m, (_, names) in refs.items() for n in names if seen.count(n) == 1}
     symbols |= {n: f"{LIB}.{m}" for m in refs for n in (m, f"{LIB}.{m}") if n not in seen}
     for here, (place, text) in pages.items():
-        write(place, crosslink(relink(text, here, where), symbols))
+        write(place, crosslink(text_page(here, relink(text, here, where)), symbols))
     for path, png in pictures.items():
         write(path, png)
-    extras(books, sections["Start"][0].claim, SRC / next(iter(pictures)))
+    said = {place: first_sentence(text) for here, (place, text) in pages.items() if here != "README.md"}
+    said |= {book.page: book.claim for book in books} | {m.page: m.docstring.splitlines()[0] for m in modules()}
+    extras(books, said, sections["Start"][0].claim, SRC / next(iter(pictures)))
     for place, text in overviews(sections, dict(pages.values())).items():
         write(place, text)
     for module in modules():
         local = {n: f"{LIB}.{module.name}.{n}" for n in refs[module.name][1]}
         write(module.page, crosslink(module_page(module, refs[module.name][0]), symbols | local))
     for book in books:
+        write(f"{FILES}/{markdown_place(book)}", as_markdown(book))
         local = {n: f"{LIB}.{book.module}.{n}" for n in refs[book.module][1]} if book.module else {}
         write(book.page, stage_book(book, where, symbols | local, refs))

@@ -12,16 +12,15 @@ EXTRA = SRC / "extra"  # copied to the site's root as it is
 MADE_STATIC = DOCS / "_static/made"  # scripts that are written by the build
 LIB = "speculators_nb"
 # file of the repository -> page, in the groups of the sidebar
+STARTS = {  # why one comes -> pages, in the order of reading
+    "Begin": ("installation", "from_chats"),
+    "Know what holds": ("measured", "verifiers", "changelog"),
+    "Find": ("notebooks", "glossary", "gallery", "papers"),
+}
 START = {
-    "docs/installation.md": "installation.md",
-    "docs/from_chats.md": "from_chats.md",
-    "docs/notebooks.md": "notebooks.md",
-    "docs/glossary.md": "glossary.md",
-    "docs/gallery.md": "gallery.md",
-    "docs/papers.md": "papers.md",
-    "docs/measured.md": "measured.md",
-    "docs/verifiers.md": "verifiers.md",
-    "CHANGELOG.md": "changelog.md",
+    "CHANGELOG.md" if page == "changelog" else f"docs/{page}.md": f"{page}.md"
+    for pages in STARTS.values()
+    for page in pages
 }
 GUIDES = {
     f"docs/{page}.md": f"{page}.md"

@@ -24,8 +24,17 @@ TERMS = {  # words of the field -> a page that explains them, which the search m
     "speculative sampling": "acceptance_rules",
     "draft head": "glossary",
     "2211.17192": "acceptance_rules",
+    "write my own loss": "tutorials/20_your_own_loss",
+    "write my own drafter": "tutorials/04_write_your_own_drafter",
 }
-FIRST = {"verifier": "glossary", "tau": "glossary", "2211.17192": "papers"}  # words -> the page that is found first
+FIRST = {  # words -> the page that is found first
+    "verifier": "glossary",
+    "tau": "glossary",
+    "2211.17192": "papers",
+    "write my own loss": "tutorials/20_your_own_loss",
+    "write my own drafter": "tutorials/04_write_your_own_drafter",
+}
+MARKED = "token", "data/02_chat_encoding.html"  # a word, and a page that has "tokenizer" too
 WHOLE = "learning rate"  # pages with the words stand before pages with `separate`
 PROSE_LINK = "a.reference.internal code.py-obj"  # a `name` in prose that became a link
 
@@ -69,6 +78,12 @@ def main(site, shots=None):
                 f"a search for {words!r} does not find {explained}: {links}"
             )
             assert FIRST.get(words, "") in links[0], f"a search for {words!r} finds {links[0]} first"
+            problems += weight(page, f"a search for {words!r}")
+        word, name = MARKED
+        page.goto(f"{url}/search.html?q={word}", wait_until="networkidle")
+        page.goto(f"{url}/{name}", wait_until="networkidle")
+        marked = {text.lower() for text in page.locator("span.highlighted").all_inner_texts()}
+        assert word in marked <= {word, f"{word}s", f"{word}es"}, f"a search for {word!r} marks {marked} on {name}"
         page.goto(f"{url}/search.html?q={WHOLE.replace(' ', '+')}", wait_until="networkidle")
         page.locator("#search-results li a").first.wait_for(timeout=15000)
         first = page.locator("#search-results li > a").first.inner_text()
@@ -93,6 +108,16 @@ def main(site, shots=None):
             colours[theme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
             toggle.click()
         assert colours["light"] != colours["dark"], f"the theme toggle changes nothing: {colours}"
+        page.goto(f"{url}/models/06_eagle3.html", wait_until="networkidle")
+        drawn = {}
+        for theme in ("light", "dark"):
+            page.evaluate("theme => document.body.dataset.theme = theme", theme)
+            drawn[theme] = page.locator(".cell_output img").first.evaluate("e => getComputedStyle(e).filter")
+        assert drawn["light"] == "none" and "invert" in drawn["dark"], f"figures are white in the dark: {drawn}"
+        page.emulate_media(media="print")
+        left = page.locator(".skip-to-content:visible, .sidebar-drawer:visible, .copybtn:visible").count()
+        assert not left, f"{left} parts of the frame are printed"
+        page.emulate_media(media="screen")
 
         if shots:
             for scheme in ("light", "dark"):
