@@ -216,6 +216,10 @@ class RunRecord:
             "arguments": recipe_section(stage.values),
             "inputs": inputs_of(stage),
         }
+        self.outdate(stage, after)
+
+    def outdate(self, stage: Stage, after: list[Stage]):
+        "Note that later stages have read what a stage makes again."
         for later in after:
             entry = self.stages.setdefault(later.name, {})
             if entry.get("done") or (later.output is not None and later.output.exists()):
@@ -295,7 +299,7 @@ def plan_of(stages: list[Stage], record: RunRecord, commands: Mapping[str, Calla
             planned.append(Planned(stage, "skipped", why))
             continue
         planned.append(_planned(stage, record.entry(stage), commands[stage.command], remade))
-        if planned[-1].runs:
+        if planned[-1].runs and planned[-1].state != "will reuse":
             remade.append(stage)
     return planned
 
@@ -560,7 +564,9 @@ def run_stage(planned, stages, record, commands, perform):
         typer.echo(f"skipped: {problem}")
         return
     values = arguments_for(planned, function, begun="arguments" in record.entry(stage), fresh=record.is_fresh(stage))
-    record.begin(stage, after)
+    reused = stage.output if planned.state == "will reuse" else None
+    before = reused and identify(reused)
+    record.begin(stage, [] if reused else after)
     began = time.monotonic()
     process, receiver = start(perform, function, stage.command, values)
     code, text = wait_for_stage(process, receiver, stage.name)
@@ -571,6 +577,8 @@ def run_stage(planned, stages, record, commands, perform):
         )
     kept = {"text": without_secrets(text.strip())} if stage.output is None else {}
     record.end(stage, time.monotonic() - began, code=code, **kept)
+    if reused and identify(reused) != before:  # it was not complete
+        record.outdate(stage, after)
 
 
 def run_recipe(
