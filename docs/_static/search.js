@@ -4,15 +4,19 @@ const SHOWN = 100;
 const byScore = (a, b) => a[4] - b[4] || (a[1] < b[1] ? 1 : -1);
 const wordsOf = (text) => text.replace(/([a-z\d])([A-Z])/g, "$1 $2").toLowerCase().split(/[^\p{L}\p{N}]+/u);
 
-// A term that is a word of the page counts 5, one of its title 15; a part of a word counts 1.
+// A term that is a word of the page counts 5, one of its headings 15, of its title 20; a part of a word counts 1.
+const stemmer = new Stemmer();
+const TITLE = 20;
 const termsSearch = Search.performTermsSearch;
 Search.performTermsSearch = (terms, excluded) =>
   termsSearch(terms, excluded).map((result) => {
     const file = Search._index.docnames.indexOf(result[0]);
+    const title = wordsOf(Search._index.titles[file]).map((word) => stemmer.stemWord(word));
     const holds = (index, term) => Object.hasOwn(index, term) && [index[term]].flat().includes(file);
-    const scores = [...terms].map((term) =>
-      holds(Search._index.titleterms, term) ? Scorer.title : holds(Search._index.terms, term) ? Scorer.term : 1,
-    );
+    const scores = [...terms].map((term) => {
+      if (title.includes(term)) return TITLE;
+      return holds(Search._index.titleterms, term) ? Scorer.title : holds(Search._index.terms, term) ? Scorer.term : 1;
+    });
     return result.with(4, scores.reduce((sum, score) => sum + score, 0));
   });
 

@@ -20,12 +20,13 @@ EXAMINED = (  # one of each kind, light and dark
     "genindex.html",
     "search.html?q=rejection+sampling",
 )
-# the page, the column of its text (which furo lets scroll on a phone), and code that is wider than its box
+# the page, the column of its text (which furo lets scroll on a phone), a widget, and code that is wider than its box
 LAYOUT = """desk => {
-  const excess = e => e ? e.scrollWidth - e.clientWidth : 0;
+  const excess = e => e.scrollWidth - e.clientWidth;
   const shown = [...document.querySelectorAll("pre")].filter(p => desk || !p.closest(".cell_output"));
   const code = shown.filter(p => p.offsetParent && excess(p) > 0);
-  const page = Math.max(excess(document.documentElement), excess(document.querySelector(".content")));
+  const boxes = [document.documentElement, ...document.querySelectorAll(".content, .snb-root")];
+  const page = Math.max(...boxes.map(excess));
   return [page, code.map(p => p.innerText.split("\\n").reduce((a, b) => a.length < b.length ? b : a))];
 }"""
 BYTES = """performance.getEntries().reduce((n, e) => n + (e.encodedBodySize || 0), 0)"""
@@ -44,7 +45,7 @@ def layout(page, name):
         page.set_viewport_size({"width": width, "height": 900})
         excess, code = page.evaluate(LAYOUT, width >= DESK)
         if excess > 0:
-            problems.append(f"{name} is {excess} px wider than a window of {width} px")
+            problems.append(f"{name}: the page or a widget is {excess} px wider than fits a window of {width} px")
         problems += [f"{name}: a window of {width} px cuts off {line!r}" for line in code]
     return problems
 
