@@ -357,7 +357,7 @@ def test_pairs():
 
 @pytest.mark.parametrize("command,parameter", OPTIONS, ids=[f"{c}.{p.name}" for c, p in OPTIONS])
 def test_every_option_is_tried_with_bad_values(command, parameter):
-    "At least two of them stand in tests/bad/commands.py."
+    "In tests/bad/commands.py, where options of one rule share their wrong values."
     from bad.commands import CASES
 
-    assert len([c for c in CASES if c.name.startswith(f"{command}: {parameter.name} ")]) >= 2
+    assert any(c.name.startswith(f"{command}: {parameter.name} ") for c in CASES)

@@ -1,11 +1,13 @@
 """Options of all commands: what makes no sense, what is no number, what is no word. The first part is made of two
-tables, which values are wrong and which command takes which option; `tests/test_options.py` sees that every option is
-in it. Every such case is answered before a model is loaded. The rest is about what options say together, recipes, and
-arguments that name the wrong thing."""
+tables, which values are wrong and which command takes which option; `tests/test_options.py` sees that every option of
+every command is in it. Every such case is answered before a model is loaded. The rest is about what options say
+together, recipes, and arguments that name the wrong thing."""
 
 import inspect
+from collections import defaultdict
 
 from speculators_nb.cli import main as cli
+from speculators_nb.core.options import rule_of
 
 from .harness import ROOT, Case
 
@@ -822,6 +824,21 @@ WRONG = [  # arguments that name something else than is wanted
         "none: neither a local folder nor a model",
     ),
     ("serve of nothing", "serve {here}/none", "none: neither a local folder nor a model"),
+    ("serve of a name", "serve nope", "nope: neither a local folder nor a model.*check the spelling"),
+    ("export of nothing", "export {here}/none {here}/new", "none: neither a local folder nor a model"),
+    ("evaluate of nothing", "evaluate {here}/none {corpus}", "none: neither a local folder nor a model"),
+    ("prompts that are not there", "evaluate {here} {here}/none.jsonl", "none.jsonl: no such file"),
+    ("conversations that are not there", "regenerate {here}/none.jsonl {here}/a --verifier {tiny}", "no such file"),
+    (
+        "a file for a verifier",
+        "features {corpus} {here}/f --verifier {corpus}",
+        "is a file, and a model's folder is",
+    ),
+    (
+        "data and verifier exchanged",
+        "prepare {tiny} {here}/p --verifier {corpus}",
+        "is a model, and conversations are needed; `prepare --help`",
+    ),
     ("export of a verifier", "export {tiny} {here}/new", "tiny-verifier: is no drafter of this library"),
     ("export over something", "export {drafter} {verifier}", "exists already; choose another output folder"),
     (
@@ -887,36 +904,38 @@ def _typed(command, p, value):
     return f"{line} {option}={value.replace('{option} ', f'{option}=')}"
 
 
+def _values(command, p):
+    return BAD.get(f"{command}.{p.name}") or BAD.get(p.name)
+
+
+def _wrong(command, p):
+    "Every wrong value of an option of a command."
+    if p.annotation in (bool, bool | None):
+        line = f"{LINES[command]} --{p.name.replace('_', '-')}=maybe"
+        expect = f"--{p.name.replace('_', '-')}.*does not take a value|{p.name}='maybe'"
+        yield Case(f"{command}: {p.name} with a value", line, expect)
+        line, expect = f"{LINES[command]} --recipe {{here}}/recipe.yaml", "must be true or false"
+        if command == "run":  # takes one recipe, and no options from it
+            line, expect = LINES["run"], "the command run has no such field"
+        recipe = {"recipe.yaml": f"{command}: {{{p.name}: 3}}"}
+        yield Case(f"{command}: {p.name} as a number", line, f"{command}.{p.name}=3: {expect}", recipe)
+        return
+    for value, expect in _values(command, p):
+        if expect is not None:
+            name = f"{command}: {p.name} {value[:30]}"
+            yield Case(name, _typed(command, p, value), expect.replace("{}", p.name, 1))
+
+
 def _of_options():
+    """Options of a name and a rule share their wrong values: each value with one command, and at least one value with
+    each command."""
+    alike = defaultdict(list)
     for command, function in cli.app.functions.items():
         for p in inspect.signature(function).parameters.values():
-            option = p.name.replace("_", "-")
-            if p.annotation in (bool, bool | None):
-                yield Case(
-                    f"{command}: {p.name} with a value",
-                    f"{LINES[command]} --{option}=maybe",
-                    f"--{option}.*does not take a value|{p.name}='maybe'",
-                )
-                if command == "run":  # takes one recipe, and no options from it
-                    yield Case(
-                        f"run: {p.name} as a number",
-                        LINES["run"],
-                        f"run.{p.name}=3: the command run has no such field",
-                        {"recipe.yaml": f"run: {{{p.name}: 3}}"},
-                    )
-                    continue
-                yield Case(
-                    f"{command}: {p.name} as a number",
-                    f"{LINES[command]} --recipe {{here}}/recipe.yaml",
-                    f"recipe.yaml: {command}.{p.name}=3: must be true or false",
-                    {"recipe.yaml": f"{command}: {{{p.name}: 3}}"},
-                )
-                continue
-            for value, expect in BAD.get(f"{command}.{p.name}") or BAD[p.name]:
-                if expect is not None:
-                    yield Case(
-                        f"{command}: {p.name} {value[:30]}", _typed(command, p, value), expect.replace("{}", p.name, 1)
-                    )
+            alike[p.name, id(rule_of(p.name, command)), id(_values(command, p))].append([*_wrong(command, p)])
+    for group in alike.values():
+        for i, cases in enumerate(group):
+            yield from cases[i :: len(group)] or cases[i % max(1, len(cases)) :][:1]
 
 
 _PREPARE = "prepare: {data: {corpus}, verifier: {tiny}, output_dir: {here}/prepared}\n"

@@ -152,8 +152,8 @@ def _kilobytes(field):
     return int(re.search(rf"{field}:\s+(\d+)", Path("/proc/self/status").read_text())[1])
 
 
-def run(case: Case) -> Outcome:
-    "Run a case in a child of this process."
+def run(case: Case, first: Callable[[], object] = lambda: None) -> Outcome:
+    "Run a case in a child of this process, which calls `first` before that."
     with tempfile.TemporaryDirectory() as tmp:
         folder, report = Path(tmp) / "case", Path(tmp) / "report.json"
         folder.mkdir()
@@ -172,6 +172,7 @@ def run(case: Case) -> Outcome:
                 signal.signal(signal.SIGALRM, signal.SIG_DFL)
                 signal.alarm(SECONDS)
                 os.chdir(folder)
+                first()
                 report.write_text(json.dumps(_try(case, folder)), encoding="utf-8", errors="backslashreplace")
             finally:
                 os._exit(0)
