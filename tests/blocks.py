@@ -162,27 +162,6 @@ def check_lean(model, batch, **options):
     return out
 
 
-def check_bf16(model, batch, rel):
-    "Products in bfloat16, and autocast: the loss moves by less than `rel`."
-    full = model(**batch)[1].item()
-    assert model(**batch, gemm_dtype=torch.bfloat16)[1].item() == pytest.approx(full, rel=rel)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(**batch)[1]
-    loss.backward()
-    assert loss.item() == pytest.approx(full, rel=rel)
-    return full
-
-
-def check_empty_mask(model, batch):
-    "No position with loss: loss 0 and no NaN, with anchors given and drawn, lean and dense."
-    batch["loss_mask"].zero_()
-    for b in (batch, without_anchors(batch)):
-        for lean in (True, False):
-            _, loss, metrics = model(**b, lean=lean)
-            loss.backward()
-            assert loss == 0 and all(torch.isfinite(v) for v in metrics.values())
-
-
 def check_distribution(counts, probs, least=5):
     """Pearson's statistic of counts, rare outcomes pooled, is below df + 4 sqrt(2 df), where the 0.999 quantile of
     chi-square is."""

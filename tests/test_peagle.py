@@ -209,19 +209,6 @@ def test_only_read_rows_of_the_table_move():
     assert moved[59] and not (moved & ~used).any() and model.mask_hidden.grad.abs().sum() > 0
 
 
-def test_nothing_to_train_is_no_nan():
-    "No trained position: loss 0, all gradients 0, every metric finite, with and without padding, lean and dense."
-    model, batch, _ = random_model(1)
-    for mask, lean in ((torch.zeros(1, 50, dtype=torch.bool), True), (torch.zeros(1, 50, dtype=torch.bool), False)):
-        model.zero_grad()
-        _, loss, metrics = model(**batch | dict(loss_mask=mask), num_depths=4, lean=lean)
-        loss.backward()
-        assert loss == 0 and all(torch.isfinite(v) for v in metrics.values())
-        assert all(p.grad is None or not p.grad.any() for p in model.parameters())
-    empty = batch | dict(document_ids=torch.full((1, 50), -1), loss_mask=torch.zeros(1, 50, dtype=torch.bool))
-    assert model(**empty, num_depths=4)[1] == 0
-
-
 def test_padding_is_no_nan():
     """Rows that see nothing are what makes upstream's eager attention NaN; here padding changes no loss, by any back
     end."""
@@ -320,18 +307,6 @@ def test_drafting_is_what_was_trained(seed):
         )
 
 
-def test_bf16_products_and_autocast_stay_close():
-    "bfloat16 keeps 8 bits: the loss moves by less than 2 %."
-    model, batch, _ = random_model(2)
-    model.eval()
-    full = model(**batch, num_depths=4)[1].item()
-    assert model(**batch, num_depths=4, gemm_dtype=torch.bfloat16)[1].item() == pytest.approx(full, rel=2e-2)
-    with torch.autocast("cpu", torch.bfloat16):
-        loss = model(**batch, num_depths=4)[1]
-    loss.backward()
-    assert loss.item() == pytest.approx(full, rel=2e-2)
-
-
 def test_what_the_engine_would_read_otherwise(tmp_path):
     *_, folder = load_case("peagle")
     raw = json.loads((folder / "saved_pretrained" / "config.json").read_text())
@@ -387,30 +362,6 @@ def test_greedy_text_is_the_verifiers(served):
     for k in (1, 2, 4, 7):
         assert [generate(verifier, model.drafter(), p, max_new_tokens=30, k=k).tokens for p in prompts] == plain
     assert [g.tokens for g in generate(verifier, model.drafter(), prompts, max_new_tokens=30, k=4)] == plain
-
-
-def test_guesses_follow_the_law_that_is_handed_over(served):
-    """3000 draws of a block of three: each position by the law in `probs` (chi-squared, 19 degrees of freedom: above 50
-    in one of 7000 runs), the positions independent of each other."""
-    _, model = served
-    g = torch.Generator().manual_seed(0)
-    drafter, tokens, features = model.drafter(), torch.randint(40, (6,), generator=g), torch.randn(5, 96, generator=g)
-    trees = []
-    for _ in range(3000):
-        drafter.reset()
-        trees.append(drafter.propose(tokens, features, 3, Sampling(1.5, g)))
-    law, drawn = trees[0].probs, torch.stack([t.tokens for t in trees])
-    assert (
-        all(torch.equal(t.probs, law) for t in trees[:10])
-        and not law[:, 1::2].any()
-        and torch.allclose(law.sum(-1), torch.ones(3))
-    )
-    for j in range(3):
-        expected = law[j, ::2] * len(drawn)
-        assert ((torch.bincount(drawn[:, j], minlength=40)[::2] - expected) ** 2 / expected.clamp_min(1e-9)).sum() < 50
-    likely = law.argmax(-1)
-    both = ((drawn[:, 0] == likely[0]) & (drawn[:, 1] == likely[1])).float().mean()
-    assert abs(both - law[0].max() * law[1].max()) < 4 * (0.25 / len(drawn)) ** 0.5
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(served, tmp_path):

@@ -10,9 +10,10 @@ from safetensors.torch import load_file
 
 from speculators_nb.core.options import algorithms
 
-CASES = sorted({name for algorithm in algorithms() if algorithm != "mtp" for name in cases(algorithm)})  # test_mtp.py
+CASES = sorted({name for algorithm in algorithms() for name in cases(algorithm)})
 
 
+@pytest.mark.statement("models-45")
 @pytest.mark.parametrize("lean", [True, False], ids=["lean", "dense"])
 @pytest.mark.parametrize("name", CASES)
 def test_upstream(name, lean):
@@ -20,6 +21,8 @@ def test_upstream(name, lean):
     attention back ends is 1e-6. DSpark's `confidence_cumprod_bias` is a difference of sums that nearly cancel, so it
     gets 1e-5 of those sums."""
     model, batch, kwargs, info, folder = load_case(name)
+    if lean and name.startswith("mtp"):  # as upstream has it: positions tell the documents apart
+        batch.pop("document_ids")
     model.train()
     _, loss, metrics = model(**batch, **kwargs, cross_document_targets=True, lean=lean)
     assert loss.item() == pytest.approx(info["loss"], rel=1e-5)
@@ -52,6 +55,13 @@ def test_five_adamw_steps(name):
         opt.step()
 
 
+def said_once(config):
+    "rope_parameters count; the partial_rotary_factor that transformers before 5.20.2 writes beside them does not."
+    config = {k: said_once(v) if isinstance(v, dict) else v for k, v in config.items()}
+    beside = "partial_rotary_factor" in (config.get("rope_parameters") or {})
+    return {k: v for k, v in config.items() if not (beside and k == "partial_rotary_factor")}
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_checkpoint_is_upstreams(name, tmp_path):
     """The same tensors under the same names (a head and its mapping only for a reduced vocabulary), the same config
@@ -74,5 +84,5 @@ def test_checkpoint_is_upstreams(name, tmp_path):
     assert {key: got.pop(key) for key in documented} == documented
     for key in ("auto_map", "transformers_version"):
         want.pop(key, None), got.pop(key, None)
-    assert got == want
+    assert said_once(got) == said_once(want)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["config.json", "model.safetensors"]
