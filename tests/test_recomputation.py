@@ -2,16 +2,12 @@
 
 import pytest
 import torch
-from matrix import DRAFTERS, H, batch_for, drafter, train_step, verifier
+from matrix import DRAFTERS, H, batch_for, drafter, family_of, train_step, verifier
 
 from speculators_nb.plan.step_memory import measured_step
 from speculators_nb.train.trainer import train
 
 every_drafter = pytest.mark.parametrize("name", DRAFTERS)
-
-
-def family_of(name):
-    return "qwen3" if name == "mtp" else "llama"
 
 
 @pytest.fixture
@@ -32,8 +28,7 @@ def calls(monkeypatch):
 
 
 @every_drafter
-@pytest.mark.parametrize("lean", [True, False], ids=["lean", "dense"])
-@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("lean,autocast", [(True, torch.bfloat16), (False, None)], ids=["lean, bf16", "dense, fp32"])
 def test_the_same_step(name, lean, autocast, calls):
     "Bit for bit, and each layer runs twice as often."
     model = drafter(name, family_of(name))
