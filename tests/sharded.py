@@ -12,17 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from matrix import DRAFTERS, H, V, drafter, verifier
+from matrix import DRAFTERS, H, V, drafter, family_of, verifier
 
 from speculators_nb.train import optimizers
 from speculators_nb.train.trainer import SpeculatorTrainingArguments, train
 
-STEPS, ROWS_IN_STEP = 10, 4
+STEPS, ROWS_IN_STEP = int(os.environ.get("SHARDED_STEPS", "4")), 4  # more than an epoch, whose last step lacks a row
+SAVE = STEPS // 2
 LIMIT = 400  # seconds for one launch
-
-
-def family_of(name):
-    return "qwen3" if name == "mtp" else "llama"
 
 
 @dataclass
@@ -71,7 +68,7 @@ def run(job, root, ranks, fsdp):
     family = family_of(job.name)
     model = drafter(job.name, family)
     settings, folder = dict(job.settings), Path(root) / job.folder
-    rows = samples_for(model, family, 4 * ROWS_IN_STEP - 1)
+    rows = samples_for(model, family, ROWS_IN_STEP * (SAVE + 1) - 1)
     held_out = samples_for(model, family, 3, seed=1)
     if job.resume:
         if int(os.environ.get("RANK", 0)) == 0:

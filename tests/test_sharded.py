@@ -7,7 +7,7 @@ import pytest
 import torch
 from matrix import DRAFTERS
 from safetensors.torch import load_file
-from sharded import Job, distance, in_float32, launch, report_of, run
+from sharded import SAVE, STEPS, Job, distance, in_float32, launch, report_of, run
 from torch import distributed as dist
 from torch.distributed import fsdp
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(
     reason="torch is built without gloo, or older than 2.13",
 )
 # trains its embedding, whose gradients and updates are by rows in one process
-SAVED, KEPT = "eagle3 qwen3", dict(save_strategy="steps", save_steps=5)
+SAVED, KEPT, HALF = "eagle3 qwen3", dict(save_strategy="steps", save_steps=SAVE), f"checkpoint-{SAVE}"
 PLAIN = [Job(name, name.replace(" ", "_")) for name in DRAFTERS]
 KINDS = [
     Job("eagle3", "bf16", dict(bf16=True)),
@@ -33,7 +33,7 @@ KINDS = [
     Job(SAVED, "sharded", KEPT | dict(optimizer="muon", checkpoint_format="sharded")),
 ]
 ONLY_SHARDED = [
-    Job(SAVED, f"{kind.folder}_resumed", kind.settings, resume=f"{kind.folder}/checkpoint-5") for kind in KINDS[2:]
+    Job(SAVED, f"{kind.folder}_resumed", kind.settings, resume=f"{kind.folder}/{HALF}") for kind in KINDS[2:]
 ] + [
     Job("eagle3", "diverged", dict(learning_rate=1e9, max_steps=3, save_strategy="steps", save_steps=1), fails="finite")
 ]
@@ -69,6 +69,7 @@ def alone(tmp_path_factory):
         (root / job.folder / "report.json").write_text(json.dumps(report_of(trainer)))
         return root / job.folder
 
+    folder_of.root = root
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("speculators_nb.train.optimizers.product_dtype", in_float32)
         patch.setattr(DecoderLayer, "project_embeds", lambda layer, embeds: embeds)  # as where weights are split
@@ -88,6 +89,7 @@ def check_same(folder, expected, but=None):
         assert log == pytest.approx(other, rel=1e-5, abs=1e-7)
 
 
+@pytest.mark.statement("api-48")
 @pytest.mark.parametrize("job", PLAIN + KINDS, ids=lambda job: job.folder)
 def test_sharded_training_equals_one_process(sharded, alone, job):
     "Loss, metrics, what an evaluation measures, files, weights."
@@ -109,26 +111,25 @@ def test_a_resume_is_exact(sharded, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS[2:], ids=lambda job: job.folder)
-def test_one_process_resumes_what_two_ranks_began(sharded, alone, kind, tmp_path):
-    target = sharded.parent / alone(Job(SAVED, f"{kind.folder}_unused", dict(max_steps=1))).parent
-    shutil.copytree(sharded / kind.folder / "checkpoint-5", target / f"{kind.folder}_two/checkpoint-5")
-    job = Job(SAVED, f"{kind.folder}_one", kind.settings, resume=f"{kind.folder}_two/checkpoint-5")
+def test_one_process_resumes_what_two_ranks_began(sharded, alone, kind):
+    shutil.copytree(sharded / kind.folder / HALF, alone.root / f"{kind.folder}_two" / HALF)
+    job = Job(SAVED, f"{kind.folder}_one", kind.settings, resume=f"{kind.folder}_two/{HALF}")
     check_same(alone(job), sharded / kind.folder, but="train_loss")  # of the steps since the resume
 
 
 def test_checkpoints_are_complete_or_named(sharded):
     for kind in KINDS[2:]:
         folder = sharded / kind.folder
-        assert checkpoint_problem(folder / "checkpoint-5") is None
-        assert last_checkpoint(folder) == str(folder / "checkpoint-10")
-    full, shards = (set(files_of(sharded / kind.folder / "checkpoint-5")) for kind in KINDS[2:])
+        assert checkpoint_problem(folder / HALF) is None
+        assert last_checkpoint(folder) == str(folder / f"checkpoint-{STEPS}")
+    full, shards = (set(files_of(sharded / kind.folder / HALF)) for kind in KINDS[2:])
     assert full - shards == {"model.safetensors", "optimizer.pt"}
     assert len([name for name in shards - full if name.endswith(".safetensors")]) == 2, "a file for each rank"
-    torn = sharded / "sharded/checkpoint-10/shards"
+    torn = sharded / f"sharded/checkpoint-{STEPS}/shards"
     file = next(torn.glob("*.safetensors"))
     file.write_bytes(file.read_bytes()[:-1])
     assert file.name in checkpoint_problem(torn.parent)
-    assert last_checkpoint(torn.parents[1]) == str(torn.parents[1] / "checkpoint-5")
+    assert last_checkpoint(torn.parents[1]) == str(torn.parents[1] / HALF)
 
 
 def test_weights_that_are_not_finite_are_not_saved(sharded):

@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 RESULTS = Path(__file__).with_name("results.json")
+os.environ["SHARDED_STEPS"] = "10"  # and a checkpoint at the fifth
 KILLS, SEED = 5, 17
 SAVED = "eagle3 qwen3"
 FORMATS = ("full", "sharded")
