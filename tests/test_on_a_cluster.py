@@ -1,5 +1,5 @@
-"""The page "On a cluster": every command on it is one of the program's, and its torchrun lines are run as they are on
-the page, with folders, numbers of processes and the address of this machine in place of the page's."""
+"""The page "On a cluster": every command on it is one of the program's, and its torchrun lines are run, at night, as
+they are on the page, with folders, numbers of processes and the address of this machine in place of the page's."""
 
 import os
 import re
@@ -111,13 +111,15 @@ def ended(jobs):
     assert [job.returncode for job in jobs] == [0] * len(jobs), "\n".join(outputs)[-6000:]
 
 
+nightly = pytest.mark.skipif("NIGHTLY" not in os.environ, reason="make cluster")
+
+
+@nightly
 def test_the_line_for_one_machine_trains(features, tmp_path):
+    "By day a shorter line does so: test_ranks.py."
     (line,) = section("Training: one machine")
     ended([started(line, 2, features=features, drafter=tmp_path / "drafter")])
     assert (tmp_path / "drafter/model.safetensors").is_file()
-
-
-nightly = pytest.mark.skipif("NIGHTLY" not in os.environ, reason="make cluster")
 
 
 @nightly

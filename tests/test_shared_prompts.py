@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from bad.harness import typed
 from test_shared_jobs import FORK, ROOT, begin, wait_until
 
 from speculators_nb.core.provenance import read_provenance
@@ -77,23 +78,20 @@ def test_all_are_killed_and_the_same_call_continues(tmp_path, alone):
     assert tables(path) == alone and not [*path.glob(".*")]
 
 
-@pytest.mark.parametrize("options", [[], ["--as-engine"]])
-def test_torchrun_shares_the_prompts(tmp_path, options):
-    "The command on two ranks: the files of one process, and one record."
+def test_torchrun_shares_the_prompts(tmp_path):
+    "The command on two ranks, counting as vLLM counts: the files of one process, and one record."
     words = ["evaluate", "shipped", "--method", "ngram", "--verifier", str(ROOT / "data/tiny-verifier")]
-    words += ["--max-samples", "8", "--max-new-tokens", "16", "--temperature", "1", "--no-baseline", *options]
+    words += ["--max-samples", "8", "--max-new-tokens", "16", "--temperature", "1", "--no-baseline", "--as-engine"]
     words += ["--output-dir"]
     program = Path(sys.executable).with_name("speculators-nb")
     launch = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-port", "0"]
     env = os.environ | dict(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", OMP_NUM_THREADS="1")
-    outputs = {}
-    for name, start in (("one", []), ("two", launch)):
-        line = [*start, program, *words, tmp_path / name]
-        done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr[-2000:]
-        outputs[name] = done.stdout
-    assert outputs["two"].replace("/two", "/one") == outputs["one"]  # printed by one rank
-    files = [{p.name: p.read_bytes() for p in (tmp_path / n).glob("*.csv")} for n in outputs]
+    line = [*launch, program, *words, tmp_path / "two"]
+    done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=300)
+    code, printed, _ = typed([*words, str(tmp_path / "one")])
+    assert (done.returncode, code) == (0, 0), done.stderr[-2000:]
+    assert done.stdout.replace("/two", "/one") == printed  # by one rank
+    files = [{p.name: p.read_bytes() for p in (tmp_path / n).glob("*.csv")} for n in ("one", "two")]
     assert files[0] == files[1] and files[0]
     assert "earlier" not in read_provenance(tmp_path / "two")
     assert not [*(tmp_path / "two").glob(".*")]

@@ -3,11 +3,9 @@ for some requests."""
 
 import json
 import logging
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from bad.harness import typed
 from matrix import drafter
 from test_rope import HALF, NESTED, ROPES
 
@@ -41,14 +39,12 @@ def test_two_layers_of_dflash_are_a_warning(tmp_path, caplog):
 
 def test_the_command_still_says_that_vllm_can_serve_it(tmp_path):
     "Exit code 0, the verdict in the output, the warning beside it; other drafters get none."
-    command = [Path(sys.executable).with_name("speculators-nb"), "check"]
-    done = subprocess.run([*command, checkpoint(tmp_path / "d", "dflash")], capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (0, "vLLM can serve this drafter.")
-    assert [line for line in done.stderr.splitlines() if "warning" in line.lower()] == [
-        done.stderr.splitlines()[-1]
-    ] and "k_norm" in done.stderr
-    done = subprocess.run([*command, checkpoint(tmp_path / "e", "eagle3")], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "") and "can serve" in done.stdout
+    code, said, warned = typed(["check", str(checkpoint(tmp_path / "d", "dflash"))])
+    assert (code, said.strip()) == (0, "vLLM can serve this drafter.")
+    (line,) = [line for line in warned.splitlines() if "warning" in line.lower()]
+    assert line == warned.splitlines()[-1] and "k_norm" in line
+    code, said, warned = typed(["check", str(checkpoint(tmp_path / "e", "eagle3"))])
+    assert (code, warned) == (0, "") and "can serve" in said
 
 
 @pytest.mark.parametrize("name", ["eagle3", "peagle", "dflash", "dflash2", "dspark vanilla"])
