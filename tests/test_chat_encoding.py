@@ -66,6 +66,15 @@ def test_marks():
     assert trained(tok, row) == "4<|im_end|>\n6<|im_end|>\n"
 
 
+@pytest.mark.parametrize("template", [MARKED, PLAIN])
+def test_a_turn_of_weight_0_is_read_and_not_trained(template):
+    tok = tokenizer(template)
+    chat = talk("2+2?", "5", "3+3?", "6")
+    chat[1]["weight"] = 0
+    (row,) = encode(chat, tok)
+    assert trained(tok, row) == "6<|im_end|>\n" and "5<|im_end|>" in tok.decode(row[0])
+
+
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(

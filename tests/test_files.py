@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -26,6 +27,7 @@ from speculators_nb.core.checkpoints import (
 )
 from speculators_nb.core.files import atomic_folder, atomic_write
 from speculators_nb.core.registry import ClassRegistryMixin, PydanticClassRegistryMixin, ReloadableBaseModel
+from speculators_nb.models.formats import write_native
 
 
 def names(folder):
@@ -94,6 +96,19 @@ def test_atomic_write_makes_parents_keeps_the_suffix_and_ordinary_permissions(tm
         temporary.write_bytes(b"1")
     (tmp_path / "plain").write_bytes(b"1")
     assert os.stat(tmp_path / "x/y/a.npy").st_mode == os.stat(tmp_path / "plain").st_mode
+
+
+def test_a_config_of_a_foreign_format_is_there_whole_or_not(tmp_path, monkeypatch):
+    def torn(file, text, **kwargs):
+        file.write_bytes(text[:5].encode())
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_native(tmp_path, {"a": 1}, {})
+    before = (tmp_path / "config.json").read_bytes()
+    monkeypatch.setattr(Path, "write_text", torn)
+    with pytest.raises(OSError, match="No space left"):
+        write_native(tmp_path, {"a": 2}, {})
+    assert (tmp_path / "config.json").read_bytes() == before
 
 
 def test_atomic_folder(tmp_path, monkeypatch):

@@ -46,6 +46,15 @@ def test_gradient_is_autograds(name, seed, scale, vocab):
     assert torch.allclose(grad.sum(-1), torch.zeros(4, dtype=torch.float64), atol=1e-10)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_half_precision_is_scored_in_float32(name):
+    z, t = 3 * torch.randn(2, 4, 40, generator=torch.Generator().manual_seed(0)).bfloat16()
+    low, full = (
+        loss_and_grad(Distribution(t.to(d)), Distribution(z.to(d)), {name: 1.0}) for d in (z.dtype, torch.float32)
+    )
+    assert torch.equal(low[0][name], full[0][name]) and torch.equal(low[1].float(), full[1])
+
+
 @given(st.integers(0, 2**31))
 @settings(max_examples=50, deadline=None)
 def test_overlap_is_the_acceptance_rate(seed):

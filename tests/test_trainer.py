@@ -470,6 +470,13 @@ def test_a_stopped_run_goes_on_to_the_bit(tmp_path, stop, accumulate, optimizer)
     assert torch.equal(weights(resumed.model), weights(whole.model))
 
 
+def test_every_row_of_every_epoch_has_its_own_random_numbers(tmp_path):
+    "The same sample over and over, and weights that stay: nothing but the noise differs."
+    ended = train(toy(), samples(1) * 8, samples(2), arguments(tmp_path, learning_rate=1e-30), noise=0.5)
+    losses = log_table(ended)["loss"].dropna()
+    assert len(losses) > 5 and losses.is_unique
+
+
 def test_patience_is_counted_on_after_a_resume(tmp_path):
     kwargs = dict(
         learning_rate=0.3,
