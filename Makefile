@@ -22,6 +22,8 @@ PIP := -m pip install --disable-pip-version-check --progress-bar off
 QUIET := > >(grep --line-buffered -E '^ *Downloading .* MB\)|^Installing' | cut -c1-120) \
 	2> >(grep --line-buffered -v -E '^WARNING: Location .* is ignored' >&2)
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
+# a file of tests stays on one worker, which makes its fixtures once; in the order of names the long files are not the last
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo real test quick lint types newest notebooks-test pytest nbdev2 lab docs browser-test vllm-test proofs upstream-test \
 	bench compare verifier answers corpus notebooks export format hooks env env-dev wheel release-check clean force
@@ -61,13 +63,13 @@ slow-notebooks: .venv/.dev  ## every notebook with its slow cells, those that tr
 	$(OFFLINE) $(BIN)/python tests/notebooks.py --flags slow --workers $(WORKERS)
 
 pytest: .venv/.dev  ## the tests alone
-	$(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS) --durations=20
+	$(OFFLINE) $(PYTEST) --durations=20
 
 newest: .venv/.dev  ## pytest with the newest release of every requirement, our upper bounds lifted; says what will break
 	rm -f .venv/.run  # the next make installs the tested versions again
 	$(BIN)/python -c 'import importlib.metadata as m; print("torch==" + m.version("torch"))' > .venv/.constraints
 	$(BIN)/python $(PIP) --upgrade --upgrade-strategy eager -c .venv/.constraints $$($(BIN)/python .ci/pins.py --newest)
-	$(OFFLINE) $(BIN)/python -m pytest -n $(WORKERS)
+	$(OFFLINE) $(PYTEST)
 
 nbdev2: .venv/.dev .venv-nbdev2/.stamp  ## nbdev 2.4 exports the same bytes from settings.ini
 	NBDEV2_BIN=.venv-nbdev2/bin $(BIN)/python -m pytest tests/nbdev2.py
@@ -134,7 +136,7 @@ proofs: .venv/.dev  ## sampled texts by chi-square, greedy texts token for token
 	$(OFFLINE) $(BIN)/python $(if $(AGAIN),.ci/proofs.py --seed $(SEED) --minutes $(MINUTES),tests/proofs/run.py) $(PART)
 
 .PHONY: nightly
-nightly: .venv/.dev slow-notebooks bad-input doctor laptop real shared-jobs ray-test scale ranks distributed upstream-test vllm-all loggers-test cluster slurm-test skypilot-test mooncake-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, the doctor on spoilt drafters, the laptop recipe killed three times, a drafter for a language model, kills of shared jobs, Ray, memory at 300,000 conversations, training on ranks and through kills, sharded training on four ranks and through kills, upstream's checkpoints both ways, more of vLLM, loggers read back, the commands of the page "On a cluster", also under Slurm and as SkyPilot reads them, hidden states through a Mooncake store, the proofs (hours; they continue where they stopped)
+nightly: .venv/.dev slow-notebooks bad-input planted doctor laptop real shared-jobs ray-test scale ranks distributed upstream-test vllm-all loggers-test cluster slurm-test skypilot-test mooncake-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, planted faults, the doctor on spoilt drafters, the laptop recipe killed three times, a drafter for a language model, kills of shared jobs, Ray, memory at 300,000 conversations, training on ranks and through kills, sharded training on four ranks and through kills, upstream's checkpoints both ways, more of vLLM, loggers read back, the commands of the page "On a cluster", also under Slurm and as SkyPilot reads them, hidden states through a Mooncake store, the proofs (hours; they continue where they stopped)
 
 .PHONY: real-test
 real-test: .venv/.dev  ## the commands of `make real` on the language model itself (fetched, 93 MB), in their smallest form; three minutes
@@ -176,6 +178,10 @@ scale: .venv/.dev  ## memory and time of prepare at 300,000 conversations, and o
 
 ranks: .venv/.dev  ## training on 1, 2 and 4 ranks: every drafter equal, resumed on others, killed at 40 random moments; half an hour
 	$(OFFLINE) $(BIN)/python tests/ranks/run.py
+
+.PHONY: planted
+planted: .venv/.dev  ## fifty faults, put into the package one at a time: a test notices each (tests/planted.md); a quarter of an hour
+	$(OFFLINE) $(BIN)/python tests/planted.py --all
 
 .PHONY: bad-input
 SEED ?= $(shell date +%Y%m%d)
