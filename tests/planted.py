@@ -112,7 +112,7 @@ FAULTS = [
         "models/mtp_rows.py",
         "ttt_supervision(loss_mask, document_ids, steps + 2, cross_document)[2:]",
         "ttt_supervision(loss_mask, document_ids, steps + 1, cross_document)[1:]",
-        "mtp isolation",
+        "recorded isolation",
     ),
     Fault(
         "later steps of training keep the positions of step 0",
@@ -135,7 +135,7 @@ FAULTS = [
         "models/eagle3.py",
         "decay = ttt_step_loss_decay ** torch.arange(ttt_steps).float()",
         "decay = ttt_step_loss_decay ** torch.arange(1, ttt_steps + 1).float()",
-        "eagle3 differences",
+        "eagle3 recorded",
     ),
     Fault(
         "the first predicted slot is decayed too",
@@ -149,7 +149,7 @@ FAULTS = [
         "models/eagle3.py",
         "        counts = carries_loss.sum(-1).float() + 1e-5\n        position =",
         "        counts = torch.full((ttt_steps,), float(len(ids)), device=device)\n        position =",
-        "eagle3 differences",
+        "eagle3 recorded",
     ),
     Fault(
         "the loss of blocks is divided by all slots",
@@ -170,7 +170,7 @@ FAULTS = [
         "nn/losses.py",
         "self.logits = logits if logits.dtype == torch.float64 else logits.float()",
         "self.logits = logits",
-        "losses head_loss precision",
+        "losses",
     ),
     Fault(
         "norms are computed in the dtype of their input",
@@ -242,7 +242,7 @@ FAULTS = [
         "data/chat_encoding.py",
         'if turn.get("weight") == 0 or not spans:',
         "if not spans:",
-        "chat_encoding prepare",
+        "chat_encoding.py::test_a_turn_of_weight_0_is_read_and_not_trained",
     ),
     Fault(
         "positions do not restart with a document",
@@ -295,18 +295,18 @@ FAULTS = [
         "packing trainer",
     ),
     Fault(
-        "a resume repeats the random draws of the epoch's start",
+        "the rows of an epoch have the same random draws",
         "train/packed_loaders.py",
         "return epoch, step * in_step",
         "return epoch, 0",
-        "trainer",
+        "trainer.py::test_every_row_of_every_epoch_has_its_own_random_numbers",
     ),
     Fault(
         "a config of a foreign format is written in place",
         "models/formats.py",
         '    with atomic_write(folder / "config.json") as temporary:\n',
         '    if temporary := folder / "config.json":\n',
-        "convert files safety",
+        "files",
     ),
     Fault(
         "a folder that cannot be replaced is lost",
@@ -476,7 +476,10 @@ def write(results: dict[str, Result]):
 HEAD = """# Planted faults
 
 Each fault is put into the package alone, and the test files that `tests/planted.py` names for it are run until a test
-fails. The script runs what is not in this table."""
+fails. The script runs what is not in this table.
+
+Before a test was added for any, 43 of 50 were caught. Four got a test. Three are open: the tests of two were stopped
+after 400 seconds on a busy machine."""
 
 
 def plant(todo: list[Fault], results: dict[str, Result], tree: Path):
