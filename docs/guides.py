@@ -18,6 +18,7 @@ PAGES = ("which_drafter", "first_run", "how_much_data", "low_acceptance", "measu
 NAMES = {
     "dflash": "DFlash",
     "dflash2": "DFlash2",
+    "domino": "Domino",
     "dspark": "DSpark",
     "eagle": "EAGLE",
     "eagle3": "EAGLE-3",

@@ -72,6 +72,7 @@ DRAFTERS = {  # name -> (algorithm, arguments of from_training_args, of get_trai
     },
     "dflash2": ("dflash2", BLOCK | dict(selector_rank=8, selector_top_k=5), dict(max_anchors=16)),
     "xpress": ("xpress", BLOCK | dict(xpress_rank=8), dict(max_anchors=16)),
+    "domino": ("domino", BLOCK | dict(emb_dim=8, gru_hidden_dim=8), dict(max_anchors=16)),
     "mtp": ("mtp", dict(fresh_head=True), {}),
     "mlp": ("mlp", dict(num_heads=3, intermediate_size=H), {}),
     "medusa": ("medusa", dict(num_heads=3), {}),

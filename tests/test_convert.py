@@ -245,8 +245,8 @@ KINDS = {
 
 
 def test_every_format_is_tested():
-    "XPress's layout, which has a kernel's limits, has its tests in test_xpress.py."
-    assert {f.name: f.model_type for f in formats()} == KINDS | {"xpress": "xpress"}
+    "Layouts with limits have their tests in test_xpress.py and test_domino.py."
+    assert {f.name: f.model_type for f in formats()} == KINDS | {"domino": "domino", "xpress": "xpress"}
 
 
 @pytest.mark.statement("release-53")
@@ -877,7 +877,7 @@ def test_types_without_a_foreign_format(home, tmp_path):
     save(tmp_path / "ours", config, random_state(config, 0, [torch.float32]))
     with pytest.raises(
         ValueError,
-        match="'peagle', which no other project stores in a way of its own; there are dflash, dflash2, dspark, eagle",
+        match="'peagle', which no other project stores in a way of its own; there are dflash, dflash2, domino, dspark",
     ):
         export_native(tmp_path / "ours", tmp_path / "no")
 

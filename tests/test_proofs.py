@@ -29,7 +29,15 @@ from speculators_nb.verifier.tapped_model import Verifier
 
 V, PROMPT, NEW, FILTERS = 8, (2, 3, 4, 5, 2, 3, 4), 4, dict(top_p=0.9)
 # of those drafters that have them
-SMALL = dict(markov_rank=4, selector_rank=4, selector_top_k=5, xpress_rank=4, target_layer_ids=[0, 2, 4])
+SMALL = dict(
+    markov_rank=4,
+    selector_rank=4,
+    selector_top_k=5,
+    xpress_rank=4,
+    emb_dim=4,
+    gru_hidden_dim=4,
+    target_layer_ids=[0, 2, 4],
+)
 FEW = 400
 # seeds are fixed, so a passing test cannot flicker; a sound decoder fails one of so many with this probability in all
 ALPHA = 1e-3

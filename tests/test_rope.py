@@ -72,7 +72,8 @@ SIZES = dict(
 )
 # what a drafter can get wrong: angles that depend on the length, a part of a head, parameters by layer type
 ALWAYS = ["dynamic", "longrope, half", "by layer type"]
-WITH_ATTENTION = ["eagle", "eagle3", "eagle3 qwen3", "peagle", "dflash", "dflash2", "dspark vanilla", "xpress", "mtp"]
+WITH_ATTENTION = ["eagle", "eagle3", "eagle3 qwen3", "peagle", "dflash", "dflash2", "dspark vanilla", "xpress"]
+WITH_ATTENTION += ["domino", "mtp"]
 
 
 def layer_config(rope, cls=LlamaConfig, **sizes):

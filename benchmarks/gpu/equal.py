@@ -28,7 +28,16 @@ DOCUMENTS = {"toy": [24, 18, 14], "device": [400, 250, 200, 120]}
 
 # Arguments of a new drafter and of its training; each takes its own of them. Noise is left out: its draws differ
 # between devices.
-ARGUMENTS = dict(mask_token_id=3, max_anchors=24, noise_std=0.0, markov_rank=16, selector_rank=16, xpress_rank=16)
+ARGUMENTS = dict(
+    mask_token_id=3,
+    max_anchors=24,
+    noise_std=0.0,
+    markov_rank=16,
+    selector_rank=16,
+    xpress_rank=16,
+    emb_dim=16,
+    gru_hidden_dim=16,
+)
 DRAFTERS = {name: (name, {}) for name in algorithms()} | {"hass": ("eagle", dict(forward_num_total=3))}
 HEADS = ("mlp", "medusa")
 WAYS = dict(

@@ -50,6 +50,7 @@ DRAFTERS = [  # their notebooks are a group of their own; all others of a packag
     "models/11_dspark.ipynb",
     "models/12_dflash2.ipynb",
     "models/13_xpress.ipynb",
+    "models/22_domino.ipynb",
     "models/16_mtp.ipynb",
     "models/18_mlp_speculator.ipynb",
     "models/19_medusa.ipynb",

@@ -803,7 +803,8 @@ RULES |= {
 }
 RULES |= switches(
     """layernorms fusion_bias embed_requires_grad norm_before_residual fc_norm norm_before_fc
-    norm_output fresh_head verifier_norm tie_weights inputs_hidden_states_normalized"""
+    norm_output fresh_head verifier_norm tie_weights inputs_hidden_states_normalized
+    ce_from_data"""
 )
 RULES |= switches(
     """cross_document_targets serving_window use_off_policy_tokens sample_from_anchor as_served

@@ -36,10 +36,11 @@ COLOURS = {
     "dflash2": "#7fdc5a",
     "dspark": "#f0c800",
     "xpress": "#b266ff",
+    "domino": "#ff8fa3",
     "suffix": "#8c564b",
     "draft model": "#000000",
 }
-MARKERS = dict(zip(COLOURS, "xsovD^<>Phd*HpX"))
+MARKERS = dict(zip(COLOURS, "xsovD^<>Phd*H8pX"))
 # colour and marker of names that are not in the palette
 _SPARE = list(zip(["#44aa99", "#aa4499", "#117733", "#ddcc77", "#661100", "#6699cc"], "4+8123"))
 STYLE: dict[Any, Any] = {

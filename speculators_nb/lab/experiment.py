@@ -333,7 +333,11 @@ def flops_per_token(
     batch = collate(first_row, length, model.shift, torch.float32)
     args.pop("mapping", None)
     parameters = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    return training_flops(model, batch, **model.get_trainer_kwargs(**args)[0]), parameters
+    kwargs = model.get_trainer_kwargs(**args)[0]
+    # a loss that changes along the training, as Domino's does half-way, is counted at both ends
+    ends = [{"progress": p} for p in (0.0, 1.0)] if model.reads_progress else [{}]
+    flops = [training_flops(model, batch, **kwargs, **end) for end in ends]
+    return sum(flops) / len(flops), parameters
 
 # %% ../../nbs/lab/01_experiment.ipynb #f20a5a28
 class Share(NamedTuple):

@@ -258,6 +258,8 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     # fields of a batch that decide shapes: a trainer leaves them on the host, where `forward`
     # reads them without a wait for the device
     read_on_host: tuple[str, ...] = ()
+    # True: in training `forward` gets `progress`, the share of the steps that are done
+    reads_progress = False
     lab_arguments: dict[str, Any] = {}  # what `lab.experiment` gives besides, e.g. sizes
     whole_vocabulary = ""  # why the draft vocabulary is the verifier's; "": it may be smaller
     fixed_layers = ""  # why the draft layers cannot be chosen; "": they can

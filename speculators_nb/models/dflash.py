@@ -355,6 +355,23 @@ class DFlashDraftModel(BlockDrafting):
         )
         return out, slot_metrics(out, blocks, mixture, self.config.first_slot, upstream)
 
+    def next_tokens(
+        self, input_ids: torch.Tensor
+    ) -> torch.Tensor | None:  # [L] -> [L]; None: the drafter has not the whole vocabulary
+        "The token after each position; the last one's own, which has none."
+        return torch.cat([input_ids[1:], input_ids[-1:]]) if self.d2t is None else None
+
+    def data_labels(self, input_ids: torch.Tensor) -> torch.Tensor:  # [L] -> [L]
+        """The text's tokens, for `ce` to count as right. Errors: ValueError for a reduced draft
+        vocabulary."""
+        labels = self.next_tokens(input_ids)
+        if labels is None:
+            raise ValueError(
+                f"ce_from_data=True with draft_vocab_size={self.config.draft_vocab_size}: "
+                "the text has tokens that the drafter lacks; train the whole vocabulary"
+            )
+        return labels
+
     def draft_tokens(self, states: BlockStates) -> torch.Tensor:  # [1, A·B] int64
         "The most likely token of every slot, in the verifier's ids."
         logits = self.lm_head(states.hidden)

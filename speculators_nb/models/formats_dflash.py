@@ -1,5 +1,6 @@
-"""Checkpoints of DFlash and DFlash2 in z-lab's layout, DSpark as it is released, and XPress as vLLM 0.33 serves it.
-DSpark's releases are DeepSeek's and NVIDIA's. The tensors have our names; layer ids differ by one."""
+"""Checkpoints of DFlash and DFlash2 in z-lab's layout, DSpark and Domino as released, XPress as vLLM 0.33 serves it.
+DSpark's releases are DeepSeek's and NVIDIA's, Domino's are its authors' and SpecForge's. The tensors have our names;
+layer ids differ by one."""
 
 import os
 from functools import partial
@@ -12,6 +13,7 @@ from ..nn.layers import SINKS
 from ..verifier.tapped_model import check_aux_layer_ids
 from .dflash import DFlashSpeculatorConfig
 from .dflash2 import NEW_FIELDS
+from .domino import DominoSpeculatorConfig
 from .dspark import DSparkSpeculatorConfig
 from .formats import (
     NativeCheckpoint,
@@ -279,6 +281,51 @@ def write_dspark(
     write_native(folder, raw, tensors)
 
 
+DOMINO_FIELDS = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
+EARLY_HEAD = {"logit_head.": ""}  # where SpecForge's first drafters have their heads
+
+
+def read_domino(
+    native: NativeCheckpoint,
+    target: Target,  # the verifier
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:  # our config's fields; our name -> tensor
+    """Read a Domino checkpoint of SpecForge's layout. Errors: as from `read_dflash`; ValueError for a missing size.
+    SpecForge and SGLang draft one token less than a block has slots, whether or not the anchor's slot predicts."""
+    fields, tensors = read_dflash(native, target)
+    value = partial(native.config_value, block="dflash_config")
+    for name in DOMINO_FIELDS:
+        fields[name] = value(name, 0 if name == "pure_draft_prefix_len" else None)
+        if fields[name] is None:
+            raise ValueError(
+                f"{native.name}: {name} is not in config.json; write there what the drafter was trained with"
+            )
+    fields |= dict(
+        sample_from_anchor=bool(value("shift_label")),
+        speculative_tokens=value("speculative_tokens", fields["block_size"] - 1),
+    )
+    return fields, rename(tensors, EARLY_HEAD)
+
+
+def write_domino(
+    config: DominoSpeculatorConfig,
+    tensors: dict[str, torch.Tensor],  # our names
+    folder: str | os.PathLike,  # made if absent
+    target: Target | None = None,  # the verifier, to store how many layers it has
+):
+    """Write SpecForge's layout; SGLang serves it. Errors: ValueError for a reduced vocabulary, which the layout has no
+    place for."""
+    if config.draft_vocab_size < config.target_vocab_size:
+        raise ValueError(
+            f"draft_vocab_size={config.draft_vocab_size} of {config.target_vocab_size}: the layout has the verifier's "
+            "whole vocabulary; train with that"
+        )
+    raw = block_config_json(config, target)
+    head = dict(projector_type="domino", shift_label=config.sample_from_anchor)
+    head |= {name: getattr(config, name) for name in DOMINO_FIELDS}
+    raw |= dict(architectures=["DFlashDraftModel"], dflash_config=raw["dflash_config"] | head)
+    write_native(folder, raw, tensors)
+
+
 XPRESS_NAMES = {  # prefix of our name -> of vLLM's; the first that fits
     "refiner_head.token_embed.": "xpress_head.w1.",
     "refiner_head.mix_l": "xpress_head.mix.L",
@@ -353,10 +400,16 @@ def is_dspark(config: dict, names: set[str]) -> bool:
     return {"fc.weight", "markov_head.markov_w1.weight"} <= names
 
 
+def is_domino(config: dict, names: set[str]) -> bool:
+    "Whether tensor names are those of a Domino checkpoint."
+    early = "logit_head.prefix_gru.weight_ih_l0"
+    return "fc.weight" in names and bool({"prefix_gru.weight_ih_l0", early} & names)
+
+
 def is_dflash(config: dict, names: set[str]) -> bool:
     "Whether tensor names are those of a DFlash checkpoint."
     own = {"fc.weight", "hidden_norm.weight"} <= names
-    return own and not any(other(config, names) for other in (is_dflash2, is_dspark, is_xpress))
+    return own and not any(other(config, names) for other in (is_dflash2, is_domino, is_dspark, is_xpress))
 
 
 register_format(
@@ -390,6 +443,17 @@ register_format(
         recognises=is_dspark,
         read=read_dspark,
         write=write_dspark,
+    )
+)
+register_format(
+    NativeFormat(
+        name="domino",
+        model_type="domino",
+        about="Domino checkpoints of SpecForge's layout, which SGLang serves",
+        looks_for="tensors fc.weight and prefix_gru.weight_ih_l0",
+        recognises=is_domino,
+        read=read_domino,
+        write=write_domino,
     )
 )
 register_format(

@@ -54,7 +54,7 @@ RULES.update(
     consistency_weight=number(0.3, low=0),
     consistency_passes=whole(3, 0, 1024),
     base_anchor_weight=number(0.6, low=0),
-    **switches("base_anchor_full_weight ce_from_data"),
+    **switches("base_anchor_full_weight"),
 )
 
 
@@ -341,12 +341,6 @@ class XPressDraftModel(DFlashDraftModel):
         known = self.text_in_front(states)[:, : self.config.first_slot + 1]
         return self.jacobi(base, cache, known, self.config.num_jacobi_passes).view(1, -1)
 
-    def next_tokens(
-        self, input_ids: torch.Tensor
-    ) -> torch.Tensor | None:  # [L] -> [L]; None: the drafter has not the whole vocabulary
-        "The token after each position; the last one's own, which has none."
-        return torch.cat([input_ids[1:], input_ids[-1:]]) if self.d2t is None else None
-
     @torch.no_grad()
     def drafted(
         self,
@@ -443,13 +437,7 @@ class XPressDraftModel(DFlashDraftModel):
         vocabulary."""
         score = partial(score, want_tokens=True)
         if ce_from_data:
-            labels = self.next_tokens(states.input_ids)
-            if labels is None:
-                raise ValueError(
-                    f"ce_from_data=True with draft_vocab_size={self.config.draft_vocab_size}: "
-                    "the text has tokens that the drafter lacks; train the whole vocabulary"
-                )
-            score = partial(score, labels=labels)
+            score = partial(score, labels=self.data_labels(states.input_ids))
         cache, text = self.refiner_head.cache(states.hidden), self.text_in_front(states)
         out, metrics = score(self.biased(states, text, cache))
         metrics |= self.token_metrics(states, out, upstream)

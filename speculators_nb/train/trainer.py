@@ -201,8 +201,12 @@ class SpeculatorTrainer(PackedLoaders, WholeCheckpoints):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch: Any = None):
         "The model's loss, weighted by its share of the step's loss tokens."
         seed: Any = inputs.pop("row_seed", None)
+        kwargs = self.train_kwargs
+        if getattr(self.accelerator.unwrap_model(self.model), "reads_progress", False):
+            progress = self.state.global_step / max(1, self.state.max_steps)
+            kwargs = kwargs | {"progress": progress}
         with kept_rng(self.args.device, seed):
-            draft_tokens, loss, metrics = model(**inputs, **self.train_kwargs)
+            draft_tokens, loss, metrics = model(**inputs, **kwargs)
         self.finite = self.finite & loss.detach().isfinite()
         self.metric_sums.add(metrics)
         if num_items_in_batch is not None:

@@ -189,6 +189,7 @@ OF_NAN = {
     "dflash2": "norm.weight",
     "dspark": "norm.weight",
     "xpress": "norm.weight",
+    "domino": "norm.weight",
     "medusa": "lm_heads.0.weight",
     "mlp": "head.0.weight",
     "mtp": "mtp_layers.0.final_layernorm.weight",

@@ -41,6 +41,7 @@ RUNS = {  # name -> algorithm, arguments of train_drafter
     "dflash": ("dflash", dict(draft_arch="qwen3", block_size=4, max_anchors=4, mask_token_id=63)),
     "dspark": ("dspark", dict(draft_arch="qwen3", block_size=3, max_anchors=4, markov_rank=4, mask_token_id=63)),
     "dflash2": ("dflash2", dict(draft_arch="qwen3", block_size=4, max_anchors=4, selector_rank=4, mask_token_id=63)),
+    "domino": ("domino", dict(draft_arch="qwen3", block_size=4, max_anchors=4, emb_dim=4, mask_token_id=63)),
     "xpress": ("xpress", dict(draft_arch="qwen3", block_size=4, max_anchors=4, xpress_rank=4, mask_token_id=63)),
     "mtp": ("mtp", dict(num_speculative_steps=2, fresh_head=True)),
     "mlp": ("mlp", dict(num_heads=2)),

@@ -16,11 +16,11 @@ from transformers import TrainerCallback
 from speculators_nb.train import optimizers
 from speculators_nb.train.trainer import train
 
-NAMES = ("eagle", "eagle3", "peagle", "dflash", "dspark rnn", "dflash2", "xpress", "mtp", "mlp", "medusa")
+NAMES = ("eagle", "eagle3", "peagle", "dflash", "dspark rnn", "dflash2", "xpress", "domino", "mtp", "mlp", "medusa")
 RANDOM = {
     "eagle": dict(noise_std=0.2),
     "peagle": dict(down_sample_ratio=0.6, max_anchors=5),
-    **{name: dict(max_anchors=3) for name in ("dflash", "dspark rnn", "dflash2", "xpress")},
+    **{name: dict(max_anchors=3) for name in ("dflash", "dspark rnn", "dflash2", "xpress", "domino")},
 }
 ROWS_IN_STEP = 4
 STEPS = int(os.environ.get("RANKS_STEPS", "4"))  # in two epochs, whose last steps lack a row
