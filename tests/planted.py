@@ -320,7 +320,7 @@ FAULTS = [
         "core/files.py",
         "            e.filename = os.fspath(path)\n",
         "            pass\n",
-        "files config safety bad.py",
+        "files",
     ),
     Fault(
         "features of other layers are taken for the folder's",
@@ -363,14 +363,14 @@ FAULTS = [
         "train/train_drafter.py",
         '"seed": seed, "measure": measure}',
         '"measure": measure}',
-        "options cli trained",
+        "warm_start",
     ),
     Fault(
         "regenerate answers greedily at any temperature",
         "cli/data_commands.py",
         "        temperature=temperature,\n        seed=seed,\n        max_length",
         "        temperature=0.0,\n        seed=seed,\n        max_length",
-        "cli regenerate_in_process",
+        "cli.py::test_the_temperature_reaches_the_answers",
     ),
     Fault(
         "a field of SpeculativeConfig has another name",
@@ -478,8 +478,8 @@ HEAD = """# Planted faults
 Each fault is put into the package alone, and the test files that `tests/planted.py` names for it are run until a test
 fails. The script runs what is not in this table.
 
-Before a test was added for any, 43 of 50 were caught. Four got a test. Three are open: the tests of two were stopped
-after 400 seconds on a busy machine."""
+Before a test was added for any, 43 of 50 were caught, two of them once the recorded numbers of upstream were named.
+Four were not, and the tests of three had not ended after 400 seconds on a busy machine: seven got a test."""
 
 
 def plant(todo: list[Fault], results: dict[str, Result], tree: Path):

@@ -798,6 +798,17 @@ def test_questions_are_answered_anew(tmp_path, monkeypatch):
     one_line(run("prepare", "gsm9k", tmp_path / "q", *OF_TINY), "gsm9k: no such file", "hf:gsm9k", "gsm8k")
 
 
+def test_the_temperature_reaches_the_answers(tmp_path):
+    texts = []
+    for temperature in (0, 2):
+        out = tmp_path / f"{temperature}.jsonl"
+        given = f"--max-samples 2 --max-new-tokens 12 --temperature {temperature}"
+        result = run("regenerate", CORPUS / "train.jsonl", out, "--verifier", VERIFIER, given)
+        assert result.exit_code == 0, result.output
+        texts.append([row["messages"] for row in read_conversations(out)])
+    assert texts[0] != texts[1]
+
+
 def test_regenerated_answers_are_prepared(tmp_path):
     result = run(
         "regenerate",

@@ -98,6 +98,12 @@ def test_atomic_write_makes_parents_keeps_the_suffix_and_ordinary_permissions(tm
     assert os.stat(tmp_path / "x/y/a.npy").st_mode == os.stat(tmp_path / "plain").st_mode
 
 
+def test_an_error_in_the_midst_of_a_read_names_its_file(tmp_path):
+    with pytest.raises(OSError, match="No data available") as raised, utils.read_errors(tmp_path / "a"):
+        raise OSError(errno.ENODATA, os.strerror(errno.ENODATA))
+    assert raised.value.filename == str(tmp_path / "a")
+
+
 def test_a_config_of_a_foreign_format_is_there_whole_or_not(tmp_path, monkeypatch):
     def torn(file, text, **kwargs):
         file.write_bytes(text[:5].encode())

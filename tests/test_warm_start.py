@@ -147,3 +147,7 @@ def test_the_first_answer_token_is_trained(kind):
     assert scored[0] == first and scored == list(range(first, scored[-1] + 1))
     late = scored_states(kind, torch.arange(16) > first)
     assert late[0] == first + 1  # a mask that begins one token late is seen
+
+
+def test_the_seed_reaches_the_trainer(tmp_path):
+    assert warm(RELEASE / "features", tmp_path / "out", seed=7).args.seed == 7
