@@ -3,9 +3,8 @@
     make real                              once; half an hour on two idle cores
     python benchmarks/real/make_real.py    then this: its files, and its questions decoded again; five minutes
 
-The same for more training and more questions, an hour and a half:
+The same for more training and more questions, hours:
 
-    cp -rl output/real/{verifier,prepared,features} output/longer/    what is made already is kept
     speculators-nb real --output-dir output/longer --epochs 8 --n-heldout 48
     python benchmarks/real/make_real.py output/longer longer.csv
 
