@@ -26,6 +26,7 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 import pandas as pd
 from transformers.utils.logging import disable_progress_bar
 
+from speculators_nb.evaluate.cost import expected_speedup
 from speculators_nb.lab.experiment import BUDGET, CONTENDERS, compare, settings, train_equally
 
 HERE = Path(__file__).resolve().parent
@@ -126,6 +127,10 @@ if __name__ == "__main__":
             file = results / f"{name}.csv"
             if args.add:
                 data = with_the_others(data[data.drafter != "n-gram"].round(4), pd.read_csv(file))
+            if args.add and name == "comparison":  # a verification step takes what it took for the others
+                added, verify = data.drafter.isin(names), data.verify[data.drafter == "n-gram"].item()
+                data.loc[added, "verify"] = verify
+                data.loc[added, "speedup"] = expected_speedup(data.mean_length, data.time, verify)[added]
             data.round(4).to_csv(file, index=False)
             parts[name] = data
         table = parts["comparison"].set_index("drafter")
