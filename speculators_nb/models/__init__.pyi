@@ -3,6 +3,8 @@ from .dflash import DFlashDraftModel as DFlashDraftModel
 from .dflash import DFlashSpeculatorConfig as DFlashSpeculatorConfig
 from .dflash2 import DFlash2DraftModel as DFlash2DraftModel
 from .dflash2 import DFlash2SpeculatorConfig as DFlash2SpeculatorConfig
+from .domino import DominoDraftModel as DominoDraftModel
+from .domino import DominoSpeculatorConfig as DominoSpeculatorConfig
 from .dspark import DSparkDraftModel as DSparkDraftModel
 from .dspark import DSparkSpeculatorConfig as DSparkSpeculatorConfig
 from .eagle import EagleSpeculator as EagleSpeculator
