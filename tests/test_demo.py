@@ -102,6 +102,7 @@ def test_the_report_draws_the_weights_of_the_run(algorithm, given, weights, tmp_
         np.testing.assert_allclose(lines[0].get_ydata(), weights, rtol=1e-6)
 
 
+@pytest.mark.nightly
 def test_the_demo_of_a_real_verifier_holds_out_and_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     "With the tiny verifier and its shipped answers in the place of those that are fetched."
     monkeypatch.chdir(ROOT)

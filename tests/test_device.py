@@ -52,6 +52,12 @@ def by_definition(q, k, v, block_mask, scale, enable_gqa, return_aux):
     return (scores - lse[..., None].clamp_min(-1e30)).exp() @ v, SimpleNamespace(lse=lse)
 
 
+@pytest.fixture(autouse=True)
+def uncompiled(monkeypatch):
+    "What is compiled hides its operations, and takes half a minute."
+    monkeypatch.setattr(compiled_module, "COMPILED_ON", ())
+
+
 @pytest.fixture
 def no_kernel(monkeypatch):
     "Flex attention by definition; of a BlockMask, made under vmap, the predicate alone."
@@ -61,7 +67,6 @@ def no_kernel(monkeypatch):
         return SimpleNamespace(mask_mod=mask_mod)
 
     monkeypatch.setattr(attention_module, "_compiled_flex", by_definition)
-    monkeypatch.setattr(compiled_module, "COMPILED_ON", ())
     monkeypatch.setattr(attention_module.BlockMask, "from_kv_blocks", lists)
 
 

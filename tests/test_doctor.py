@@ -23,6 +23,11 @@ ROOT = Path(__file__).parents[1]
 TINY, SHIPPED = ROOT / "data/tiny-verifier", ROOT / "data/tiny-drafter"
 
 
+@pytest.fixture(autouse=True)
+def few_prompts(monkeypatch):
+    monkeypatch.setattr("speculators_nb.doctor.doctor.DECODED", 1)
+
+
 def test_results_name_the_planted_fault_first():
     results = json.loads(RESULTS.read_text())
     assert list(results) == CASES, "make doctor"

@@ -7,7 +7,6 @@ import pytest
 import torch
 from blocks import (
     V,
-    check_distribution,
     check_lean,
     check_pairs,
     dense_states,
@@ -19,7 +18,6 @@ from blocks import (
     random_layer,
     random_row,
     read_in_two_parts,
-    second_and_third,
     served_states,
     states_of,
     text_and_features,
@@ -305,20 +303,6 @@ def test_greedy_text_is_the_verifiers(tmp_path, args):
     verifier = Verifier(hf, model.config.aux_hidden_state_layer_ids)
     prompt = torch.randint(30, (9,), generator=torch.Generator().manual_seed(2))
     assert generate(verifier, model.drafter(), prompt, max_new_tokens=30, k=3).tokens == greedy_text(hf, prompt, 30)
-
-
-def test_sampled_text_has_the_verifiers_distribution(tmp_path):
-    """Pairs of tokens sampled with drafts of two, from a vocabulary of four, against the verifier's own joint
-    distribution; 900 draws, chi-square at about 0.999."""
-    hf = tiny_verifier(tmp_path, vocab=4)
-    model = fresh_domino(tmp_path, hf)
-    verifier = Verifier(hf, model.config.aux_hidden_state_layer_ids)
-    start, counts = [2, 3, 1], torch.zeros(4, 4)
-    g, drafter = torch.Generator().manual_seed(0), model.drafter()
-    for _ in range(900):
-        out = generate(verifier, drafter, torch.tensor(start), max_new_tokens=3, k=2, sampling=Sampling(1.0, g))
-        counts[out.tokens[1], out.tokens[2]] += 1
-    check_distribution(counts.flatten(), second_and_third(hf, start).flatten())
 
 
 # ---- checkpoints, bad input, serving

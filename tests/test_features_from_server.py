@@ -301,6 +301,7 @@ train_drafter({rows!r}, {out!r}, {verifier!r}, url={url!r}, storage={storage!r},
 """
 
 
+@pytest.mark.nightly
 def test_trainer_killed_then_resumed(tmp_path):
     """Online: the run that was killed and resumed ends with the weights of the run that was not, and the shared folder
     is empty."""

@@ -86,7 +86,7 @@ def assert_same_blocks(mask, queries, keys):
     return made
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.nightly) for i in (1, 2, 3))])
 def test_blocks_are_those_of_every_pair(part, monkeypatch):
     "600 random packings, windows, anchors and depths, in blocks of 8."
     monkeypatch.setattr(attention_module, "FLEX_BLOCK", 8)
@@ -148,7 +148,7 @@ def test_compiled_flex_gives_the_dense_output(monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["steps", "blocks"])
+@pytest.mark.parametrize("kind", ["steps", pytest.param("blocks", marks=pytest.mark.nightly)])
 def test_few_compilations(kind, monkeypatch):
     "50 packings whose rows, anchors and documents differ: at most two, and one for rows of a single block."
     torch._dynamo.reset()

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -15,6 +17,7 @@ def commands():
     return re.findall(r"```bash\n(.*?)```", (ROOT / "docs/from_chats.md").read_text(encoding="utf-8"), flags=re.S)[0]
 
 
+@pytest.mark.nightly
 def test_as_written(tmp_path):
     (tmp_path / "data").symlink_to(ROOT / "data")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

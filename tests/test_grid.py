@@ -46,9 +46,9 @@ def test_quantiles_of_students_t(df, level):
 
 
 def test_an_interval_covers_as_often_as_it_says():
-    draws = np.random.default_rng(0).normal(3, 2, (4000, 5))
+    draws = np.random.default_rng(0).normal(3, 2, (1000, 5))
     inside = [low < 3 < high for _, low, high in map(t_interval, draws)]
-    assert np.mean(inside) == pytest.approx(0.95, abs=0.012)
+    assert np.mean(inside) == pytest.approx(0.95, abs=0.02)
     assert t_interval([2.0])[0] == 2 and math.isnan(t_interval([2.0])[1])
 
 

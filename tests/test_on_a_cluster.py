@@ -111,10 +111,7 @@ def ended(jobs):
     assert [job.returncode for job in jobs] == [0] * len(jobs), "\n".join(outputs)[-6000:]
 
 
-nightly = pytest.mark.skipif("NIGHTLY" not in os.environ, reason="make cluster")
-
-
-@nightly
+@pytest.mark.nightly
 def test_the_line_for_one_machine_trains(features, tmp_path):
     "By day a shorter line does so: test_ranks.py."
     (line,) = section("Training: one machine")
@@ -122,7 +119,7 @@ def test_the_line_for_one_machine_trains(features, tmp_path):
     assert (tmp_path / "drafter/model.safetensors").is_file()
 
 
-@nightly
+@pytest.mark.nightly
 def test_the_line_for_two_machines_trains(features, tmp_path):
     "Two agents, each as a machine would start it, with one process each."
     (line,) = section("Training: two machines")
@@ -130,14 +127,14 @@ def test_the_line_for_two_machines_trains(features, tmp_path):
     assert (tmp_path / "drafter/model.safetensors").is_file()
 
 
-@nightly
+@pytest.mark.nightly
 def test_the_line_for_split_weights_trains(features, tmp_path):
     (line,) = section("Weights that do not fit a device")
     ended([started(line, 2, features=features, drafter=tmp_path / "drafter")])
     assert (tmp_path / "drafter/model.safetensors").is_file()
 
 
-@nightly
+@pytest.mark.nightly
 def test_the_line_for_shared_features_writes_each_row_once(features, tmp_path):
     line = section("Row-wise jobs")[0].replace("features prepared features", "features prepared output")
     verifier = {"Qwen/Qwen3-8B": ROOT / "data/tiny-verifier"}

@@ -362,6 +362,15 @@ def test_features_and_training_take_what_make_real_took(tmp_path):
         assert seconds == pytest.approx(took[f"seconds of {stage}"], rel=0.25), stage
 
 
+def test_a_cpu_without_bfloat16_is_not_timed_in_it(monkeypatch):
+    "One product took three seconds."
+    timed, randn = [], torch.randn
+    monkeypatch.setattr(planning, "product_dtype", lambda device: torch.float32)
+    monkeypatch.setattr(planning, "_fastest", lambda device, work: 1.0)
+    monkeypatch.setattr(torch, "randn", lambda *size, dtype, **given: timed.append(dtype) or randn(*size, dtype=dtype))
+    assert planning.measured_machine("eagle3").tflops > 0 and set(timed) == {torch.float32}
+
+
 def test_without_options_the_plan_is_about_this_machine(quick, tmp_path):
     (tmp_path / "chats.jsonl").write_text('{"a": 1}\n' * 30)
     train = dict(data_dir=str(tmp_path / "f"), output_dir=str(tmp_path / "d"), algorithm="eagle3")

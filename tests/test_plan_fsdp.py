@@ -73,6 +73,7 @@ def test_a_rank_holds_what_is_planned(counted, tmp_path, name):
 
 
 @needs_gloo
+@pytest.mark.nightly
 def test_a_rank_holds_what_is_planned_where_layers_are_wide(tmp_path):
     "The peak is in a layer: its gradients come while its activations go."
     check(computed("dflash", 512, tmp_path), *count(512, "dflash")["dflash"])

@@ -641,7 +641,13 @@ print(len(made), list(made.dropped.index), (resource.getrusage(resource.RUSAGE_S
 
 
 @pytest.mark.parametrize(
-    "kind, most", [("a line", 300), ("one word", 700), ("an emoji and a text", 1100), ("empty objects", 1500)]
+    "kind, most",
+    [
+        ("a line", 300),
+        pytest.param("one word", 700, marks=pytest.mark.nightly),
+        pytest.param("an emoji and a text", 1100, marks=pytest.mark.nightly),
+        pytest.param("empty objects", 1500, marks=pytest.mark.nightly),
+    ],
 )
 def test_memory_is_bounded_whatever_a_line_holds(tmp_path, kind, most):
     "Peak memory of a process, in MB, beyond what its imports take. The first took 22 GB."
@@ -694,6 +700,7 @@ for n in (1000, 8000):
 """
 
 
+@pytest.mark.nightly
 def test_memory_does_not_grow_with_the_rows(tmp_path):
     "Peak memory of a process, in MB: 7 million more tokens are 35 MB in lists, and 29 MB in a table."
     done = subprocess.run(

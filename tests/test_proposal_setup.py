@@ -2,11 +2,9 @@
 text by its law; what is refused."""
 
 import copy
-from contextlib import nullcontext
 
 import pytest
 import torch
-from test_generate import NEW, PROMPT, DraftTable, chi_square_p, exact_law, language
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from speculators_nb.core.registry import (
@@ -16,12 +14,11 @@ from speculators_nb.core.registry import (
     StaticTreeTokenProposalConfig,
     TokenProposalConfig,
 )
-from speculators_nb.decode.acceptance_rules import RULES
 from speculators_nb.decode.draft_model import DraftModel
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.proposal_setup import TreeDrafter, proposal_setup
-from speculators_nb.decode.tree import Drafter, Sampling, TokenTree, probabilities
+from speculators_nb.decode.tree import Drafter, Sampling, TokenTree
 from speculators_nb.decode.tree_growth import dynamic_tree, parse_tree, static_tree
 from speculators_nb.nn.draft_vocabulary import vocab_mapping_from_frequencies
 from speculators_nb.train.train_drafter import new_drafter
@@ -117,8 +114,13 @@ def drafter_of(folder):
 EVERY = [*LEARNED, "draft model"]
 
 
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", EVERY)
+# each drafter by one method a day, and in turn by each
+BOTH = [(name, method, i % len(METHODS) == j) for i, name in enumerate(EVERY) for j, method in enumerate(METHODS)]
+
+
+@pytest.mark.parametrize(
+    "name, method", [pytest.param(n, m, marks=() if by_day else pytest.mark.nightly) for n, m, by_day in BOTH]
+)
 def test_greedy_text_is_the_verifiers(folder, drafter_of, name, method):
     setup = proposal_setup(drafter_of(name), METHODS[method])
     assert isinstance(setup.drafter, Drafter) and setup.rule.lossless
@@ -227,35 +229,6 @@ def test_window(folder):
     drafter.reset()
     # the window matters here
     assert not torch.equal(chain.tokens, drafter.propose(tokens, states, 6, Sampling()).tokens)
-
-
-class TreeTable(DraftTable):
-    """A draft model that is a table of laws, growing trees."""
-
-    def grow(self, tokens, features, depth):
-        def law(nodes, words, parents):
-            paths = paths_of(TokenTree(words, parents))
-            return torch.stack([self.table[(*tokens.tolist(), *paths[i])] for i in nodes.tolist()]).log_softmax(-1)
-
-        return nullcontext(law)
-
-
-@pytest.mark.parametrize("method", ["static", "dynamic"])
-def test_sampled_text_has_the_verifiers_law(method):
-    """1000 outputs of 4 tokens, drafted as trees and decided by the standard rule over the table's laws, against the
-    exact law of 81 sequences."""
-    table, drafter = language(1), TreeDrafter(TreeTable(language(2)), METHODS[method])
-    sampling, outputs = Sampling(1.0, torch.Generator().manual_seed(0)), []
-    for _ in range(1000):
-        text = [*PROMPT]
-        while (room := NEW - (len(text) - len(PROMPT))) > 0:
-            tree = drafter.propose(torch.tensor(text), None, room - 1, sampling) if room > 1 else TokenTree.chain([])
-            paths = paths_of(tree)
-            target = torch.stack([probabilities(table[(*text, *paths[i])], 1.0) for i in range(-1, len(tree))])
-            path, token = RULES["standard"].decide(tree, target, sampling.generator)
-            text += [*tree.tokens[path].tolist(), token]
-        outputs.append(text[len(PROMPT) :])
-    assert chi_square_p(outputs, exact_law(table)) > 1e-3
 
 
 def test_rules():

@@ -177,6 +177,7 @@ train_drafter({rows!r}, {out!r}, {verifier!r}, url={url!r}, storage={storage!r},
 """
 
 
+@pytest.mark.nightly
 def test_two_ranks_request_each_row_once_an_epoch(tmp_path, training):
     rows, (one, other), logs = training
     packed = PackedBatchSampler([n - 1 for n in rows["seq_len"]], TRAIN["total_seq_len"])

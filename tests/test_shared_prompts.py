@@ -78,6 +78,7 @@ def test_all_are_killed_and_the_same_call_continues(tmp_path, alone):
     assert tables(path) == alone and not [*path.glob(".*")]
 
 
+@pytest.mark.nightly
 def test_torchrun_shares_the_prompts(tmp_path):
     "The command on two ranks, counting as vLLM counts: the files of one process, and one record."
     words = ["evaluate", "shipped", "--method", "ngram", "--verifier", str(ROOT / "data/tiny-verifier")]

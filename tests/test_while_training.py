@@ -112,6 +112,7 @@ def one_rank(rank, port, folder):
     torch.save((found, trainer.state.best_metric), folder / f"{rank}.pt")
 
 
+@pytest.mark.nightly
 def test_every_rank_has_the_numbers(tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

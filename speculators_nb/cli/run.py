@@ -453,6 +453,10 @@ class Tee:
 
 def in_child(perform: Callable, command: str, values: dict, sender: Any):
     "What the process of a stage does; its exit code is the command's."
+    import torch
+
+    # torch makes its threads anew after a fork, and fails where two threads are the first to ask for them
+    torch.set_num_threads(torch.get_num_threads())
     sys.stdout = Tee(sys.stdout)
     code = 0
     try:

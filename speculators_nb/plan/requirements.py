@@ -15,6 +15,7 @@ import torch
 from ..core.options import FIRST_CHOICE, duration, pairs
 from ..data.prepared_folder import load_prepared
 from ..features.feature_rows import stored_dtype
+from ..nn.compiled import product_dtype
 from ..train.training_arguments import can_shard
 from ..verifier.identity import VerifierInfo
 from .sizes import DrafterSizes, cache_bytes, drafter_sizes, feature_bytes, forward_flops, empty_drafter, verifier_sizes
@@ -131,7 +132,7 @@ def measured_machine(algorithm: str, devices: int = 1) -> Machine:
     cuda = torch.cuda.is_available()
     device, n = ("cuda", 8192) if cuda else ("cpu", 1024)
     tflops = {}
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in {torch.float32, product_dtype(torch.device(device))}:
         a, b = torch.randn(n, n, device=device, dtype=dtype), torch.randn(n, n, device=device, dtype=dtype)
         tflops[dtype] = 2 * n**3 / _fastest(device, lambda: a @ b) / 1e12
     whole = torch.ones(2**26, device=device)

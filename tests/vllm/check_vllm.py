@@ -682,14 +682,17 @@ def answers(python, cases, prompts, folder, meanwhile):
 # Variants of what other cases show, and suffix decoding, for which a library is compiled: with --all
 NIGHTLY = (
     "eagle3, 4 auxiliary layers",
+    "eagle3, 2 auxiliary layers",
     "eagle3, 2 layers",
     "eagle3, llama3 rope",
     "eagle3, half of each head rotated",
     "eagle3, random qwen3",
+    "eagle3, in the research layout",
     "eagle3, named in the engine's arguments",
     "peagle, ",
     "dflash, half of each head rotated",
     "dflash, window 16",
+    "dflash, 141 of 2048 tokens",
     "dflash, in the research layout",
     "suffix",
 )
