@@ -217,6 +217,7 @@ def test_client_killed_then_resumed(tmp_path):
         assert fake.left() == [] and not list(out.glob(".hs_*"))
 
 
+@pytest.mark.nightly
 def test_two_clients_share_a_folder(tmp_path):
     rows, log = make_rows(), tmp_path / "log"
     with Fake(tmp_path / "storage", "--slow", "0.02", "--log", str(log)) as fake:

@@ -529,34 +529,23 @@ def test_without_a_device_it_says_what_to_run(tmp_path):
     )
 
 
-def toy_run(folder, *words):
-    "What `make gpu` leaves at toy sizes, from a slim copy, which has all that it needs; and all its rows."
-    (folder / "wheels").mkdir()
-    (folder / "wheels/a.whl").touch()
-    bundle.slim(folder / "tree", folder / "wheels")
-    done = subprocess.run(
-        [sys.executable, folder / "tree/benchmarks/gpu/run.py", "--toy", "--out", folder / "out", *words],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(folder / "tree")),
-    )
-    found = json.loads((folder / "out/results.json").read_text())
-    every = [row for rows in found["rows"].values() for row in rows]
-    assert done.returncode == 0, [row for row in every if "error" in row or row.get("ok") is False]
-    return found, every
-
-
-def test_toy_run_of_some_cells(tmp_path):
-    found, _ = toy_run(tmp_path, "--only", "equal eagle3 fp32,step eagle-3")
-    assert [row["ok"] for row in found["rows"]["equal"]] == [True] * 4
-    assert [row["setting"] for row in found["rows"]["step"]] == ["EAGLE-3 K=3"]
-
-
 @pytest.mark.nightly
 def test_toy_run(tmp_path):
-    """Each drafter, dtype and pair is there, in fp32 within a tenth of its tolerance; texts are equal, steps timed."""
-    found, every = toy_run(tmp_path)
+    """Each drafter, dtype and pair is there, in fp32 within a tenth of its tolerance; texts are equal, steps timed.
+    From a slim copy, which has all that it needs."""
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels/a.whl").touch()
+    bundle.slim(tmp_path / "tree", tmp_path / "wheels")
+    done = subprocess.run(
+        [sys.executable, tmp_path / "tree/benchmarks/gpu/run.py", "--toy", "--out", tmp_path / "out"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(tmp_path / "tree")),
+    )
+    found = json.loads((tmp_path / "out/results.json").read_text())
+    every = [row for rows in found["rows"].values() for row in rows]
+    assert done.returncode == 0, [row for row in every if "error" in row or row.get("ok") is False]
     (run,) = found["runs"]
     assert not run["left_out"] and {r["commit"] for r in every} == {(tmp_path / "tree/COMMIT").read_text().strip()}
     rows = {(r["drafter"], r["dtype"], r["pair"]): r for r in found["rows"]["equal"]}

@@ -144,6 +144,7 @@ def tables():
     return module(PLAN / "run.py").tables()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["drafters", "runs", "verifiers", "published"])
 def test_the_plan_is_computed_again(tables, name):
     stored = pd.read_csv(PLAN / f"results/{name}.csv", keep_default_na=False)
@@ -152,6 +153,7 @@ def test_the_plan_is_computed_again(tables, name):
     )
 
 
+@pytest.mark.nightly
 def test_what_the_pages_say_of_the_plan(tables):
     "Sentences with numbers of the plan in them."
     rows = {row["drafter"]: row for row in tables["drafters"]}

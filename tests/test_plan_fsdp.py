@@ -67,6 +67,7 @@ def check(memory, peak, kept, row):
 
 
 @needs_gloo
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", NAMES)
 def test_a_rank_holds_what_is_planned(counted, tmp_path, name):
     check(computed(name, WIDTH, tmp_path), *counted[name])
