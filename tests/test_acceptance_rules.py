@@ -12,103 +12,63 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from speculators_nb.decode import acceptance_rules as accept
-from speculators_nb.decode.acceptance_rules import RULES, draw, flip, lenient, synthetic, tolerant, typical, walk
+from speculators_nb.decode.acceptance_rules import (
+    RULES,
+    SIBLINGS,
+    Rule,
+    continued,
+    drafts,
+    draw,
+    emitted,
+    exact,
+    flip,
+    last_row,
+    lenient,
+    outcomes,
+    stop_at_first,
+    synthetic,
+    tokens_per_step,
+    tolerant,
+    traversal_chances,
+    typical,
+    walk,
+)
 from speculators_nb.decode.tree import Sampling, TokenTree
 
 LOSSLESS = [name for name, rule in RULES.items() if rule.lossless and name != "greedy"]
-standard, strict, greedy = (RULES[n].decide for n in ("standard", "strict", "greedy"))
+standard, greedy = (RULES[n].decide for n in ("standard", "greedy"))
 
 block = RULES["block"].decide
 
 
-def outcomes(run):
-    """The exact law of run(choose): replay `run` with every script of outcomes, and add up the scripts'
-    probabilities."""
-    law, todo = Counter(), [[]]
-    while todo:
-        script, chance, step = todo.pop(), Fraction(1), 0
-
-        def choose(probs):
-            nonlocal chance, step
-            if step == len(script):
-                branches = [i for i, p in enumerate(probs) if p]
-                todo.extend([*script, b] for b in branches[1:])
-                script.append(branches[0])
-            step += 1
-            chance *= probs[script[step - 1]]
-            return script[step - 1]
-
-        result = run(choose)
-        law[result] += chance
-    assert sum(law.values()) == 1
-    return law
-
-
-def exact(x):
-    # every probability below is a fraction of small numbers, products of a few of them included; float64 holds them to
-    # 1e-15
-    return [Fraction(v).limit_denominator(10_000_000) for v in x.flatten().tolist()]
-
-
 def scripted(choose):
     "The enumeration in the place of a generator."
-    return accept.Choices(choose, lambda x: exact(torch.tensor(x, dtype=torch.float64))[0])
+    return accept.Choices(choose, exact)
 
 
-# How a tree is proposed: children of every node, drawn with putting back, drawn without, or the likeliest
-def propose(q, depth, width, how, choose):
-    words, parents, laws, level = [], [], [], [(-1, ())]
-    for _ in range(depth):
-        below = []
-        for parent, said in level:
-            law = q[said]
-            for _ in range(width):
-                if not sum(law):
-                    break
-                law = [w / sum(law) for w in law]
-                token = law.index(max(law)) if how == "likeliest" else choose(law)
-                words.append((*said, token))
-                parents.append(parent)
-                laws.append(law)
-                below.append((len(words) - 1, words[-1]))
-                if how != "drawn with putting back":
-                    law = [0 if i == token else w for i, w in enumerate(law)]
-        level = below
-    probs = None if how == "likeliest" else torch.tensor([[float(v) for v in law] for law in laws], dtype=torch.float64)
-    return TokenTree(torch.tensor([w[-1] for w in words]), torch.tensor(parents), probs), words
+def shape_of(widths):
+    "Paths of the tree whose nodes of each depth have so many children."
+    levels = [list(itertools.product(*map(range, widths[: n + 1]))) for n in range(len(widths))]
+    return [path for level in levels for path in level]
 
 
-def speculate(rule, p, q, depth, width, how, choose):
-    """Propose, apply the rule, let the verifier go on alone until depth + 1 tokens stand."""
-    tree, words = propose(q, depth, width, how, choose)
-    target = torch.tensor([[float(v) for v in p[said]] for said in [(), *words]], dtype=torch.float64)
-    path, token = rule(tree, target, scripted(choose))
-    assert [-1, *path][: len(path)] == tree.parents[path].tolist()
-    out = [*(int(tree.tokens[i]) for i in path), token]
-    while len(out) <= depth:
-        out.append(choose(p[tuple(out)]))
-    return len(path), tuple(out)
+def step_output(rule, p, q, widths, siblings):
+    "What one step writes, and its continuation by the verifier to one token more than the draft is deep."
+    written = emitted(rule, p.__getitem__, drafts(q.__getitem__, shape_of(widths), siblings))
+    assert sum(written.values()) == 1
+    return written, continued(written, p.__getitem__, len(widths) + 1)
 
 
-def output_law(rule, p, q, depth=2, width=1, how="drawn"):
-    law = Counter()
-    for (_, out), chance in outcomes(lambda choose: speculate(rule, p, q, depth, width, how, choose)).items():
-        law[out] += chance
-    return law
+def output_law(rule, p, q, widths=(1, 1), siblings="without replacement"):
+    return step_output(rule, p, q, widths, siblings)[1]
 
 
-def mean_kept(rule, p, q, depth=2, width=1, how="drawn"):
-    return sum(n * c for (n, _), c in outcomes(lambda choose: speculate(rule, p, q, depth, width, how, choose)).items())
+def mean_kept(rule, p, q, widths=(1, 1), siblings="without replacement"):
+    return tokens_per_step(step_output(rule, p, q, widths, siblings)[0]) - 1
 
 
 def verifier_law(p, depth=2):
-    def run(choose):
-        out = []
-        while len(out) <= depth:
-            out.append(choose(p[tuple(out)]))
-        return tuple(out)
-
-    return outcomes(run)
+    return continued(Counter({(): Fraction(1)}), p.__getitem__, depth + 1)
 
 
 def contexts(v, depth):
@@ -135,23 +95,52 @@ PAIRS = {  # vocabulary and depth -> (verifier, drafter); larger vocabularies ar
         cyclic(((4, 2, 1, 1, 2), (0, 4, 4, 0, 2)), 5, 1, 1, 0),
     ),
 }
-WAYS = [(1, "drawn"), (1, "likeliest"), (2, "drawn"), (2, "drawn with putting back"), (2, "likeliest")]
 few = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
+def test_all_drafts_are_counted():
+    "Each with its probability, by hand: of three siblings, the pair that is drawn in either order."
+    q = [Fraction(w, 6) for w in (3, 2, 1)]
+    of = {s: drafts({(): q}.__getitem__, [(0,), (1,)], s) for s in SIBLINGS}
+    chance = {s: {tuple(t for (t,) in draft.texts): c for draft, c in of[s].items()} for s in SIBLINGS}
+    assert chance["with replacement"] == {(x, y): q[x] * q[y] for x in range(3) for y in range(3)}
+    assert chance["without replacement"][0, 1] == Fraction(3, 6) * Fraction(2, 3)
+    assert chance["greedy+1"] == {(1, 0): Fraction(2, 3), (2, 0): Fraction(1, 3)}
+    assert chance["likeliest"] == {(0, 1): 1}
+    assert {s: next(iter(of[s])).tree().probs is None for s in SIBLINGS} == {s: s == "likeliest" for s in SIBLINGS}
+
+
 @pytest.mark.parametrize("size", PAIRS, ids=str)
-@pytest.mark.parametrize("width,how", WAYS)
+@pytest.mark.parametrize("width,siblings", [(1, "without replacement"), (1, "likeliest"), *((2, s) for s in SIBLINGS)])
 @pytest.mark.parametrize("name", LOSSLESS)
-def test_lossless(name, size, width, how):
+def test_lossless(name, size, width, siblings):
     "The law of the output is the verifier's, equal as fractions: chains and trees, drawn and deterministic proposals."
     if name == "block" and width > 1:
         with pytest.raises(ValueError, match="chains"):
             block(TokenTree(torch.tensor([0, 1]), torch.tensor([-1, -1])), torch.ones(3, 2) / 2)
         return
-    (_, depth), (p, q) = size, PAIRS[size]
+    (vocabulary, depth), (p, q) = size, PAIRS[size]
     # outcomes multiply: thousands, not millions
-    depth = depth if width == 1 else min(depth, 2 if size[0] == 2 or how == "likeliest" else 1)
-    assert output_law(RULES[name].decide, p, q, depth, width, how) == verifier_law(p, depth)
+    widths = [1] * depth if width == 1 else [2, 2] if vocabulary == 2 else [2, 1][:depth]
+    assert output_law(RULES[name].decide, p, q, widths, siblings) == verifier_law(p, len(widths))
+
+
+@pytest.mark.parametrize("siblings", ["without replacement", "likeliest"])
+@pytest.mark.parametrize("name", [name for name, rule in RULES.items() if name != "typical"])
+def test_padding_leaves_a_rule_as_it_is(name, siblings):
+    """A drafter on a device drafts all slots and says later which are real: the step writes what it writes for the
+    chain without them."""
+    for draft in drafts(Q.__getitem__, shape_of((1, 1)), siblings):
+        tree = draft.tree()
+        padded = TokenTree.chain(tree.tokens, tree.probs, torch.tensor([True, False]))
+        cut = TokenTree.chain(tree.tokens[:1], None if tree.probs is None else tree.probs[:1])
+        rows = accept.rows_of([P[text] for text in ((), *draft.texts)])
+
+        def run(choose, tree=padded, rows=rows):
+            path, token = RULES[name].decide(tree, rows, scripted(choose))
+            return tuple(path), token
+
+        assert outcomes(run) == outcomes(functools.partial(run, tree=cut, rows=rows[:2]))
 
 
 law_of_twelfths = (
@@ -163,9 +152,9 @@ laws = st.lists(law_of_twelfths, min_size=13, max_size=13).map(lambda rows: dict
 
 
 @few
-@given(p=laws, q=laws, how=st.sampled_from(["drawn", "likeliest"]), name=st.sampled_from(LOSSLESS))
+@given(p=laws, q=laws, how=st.sampled_from(["without replacement", "likeliest"]), name=st.sampled_from(LOSSLESS))
 def test_lossless_for_any_laws(p, q, how, name):
-    assert output_law(RULES[name].decide, p, q, 2, 1, how) == verifier_law(p)
+    assert output_law(RULES[name].decide, p, q, (1, 1), how) == verifier_law(p)
 
 
 def step_of(keeps_residual, onehot=False):
@@ -181,7 +170,24 @@ def step_of(keeps_residual, onehot=False):
     return functools.partial(walk, step)
 
 
+def top_down(tree, target_probs, generator):
+    "Wrong: the walk of traversal from the other end, with the chances of the right one."
+    left = target_probs.clone()
+    chance = traversal_chances(tree, left)
+    node = next((i for i in range(len(tree)) if flip(chance[i], generator)), None)
+    path = tree.ancestors[node] if node is not None else torch.zeros(len(tree), dtype=torch.bool)
+    return accept.Decision(path, draw(left[last_row(path)][0], generator))
+
+
+def no_residual_of_a_path(tree, target_probs, generator):
+    "Wrong: traversal that draws the next token from the verifier's own distribution."
+    path = stop_at_first(tree, traversal_chances(tree, target_probs.clone()), generator)
+    return accept.Decision(path, draw(target_probs[last_row(path)][0], generator))
+
+
 WRONG = {
+    "traversal from the root": Rule(top_down, False, "").decide,
+    "traversal without a residual": Rule(no_residual_of_a_path, False, "").decide,
     "draws from p after a rejection": step_of(False),
     "leaves out only the rejected token": step_of(True, onehot=True),
     "greedy": greedy,
@@ -195,7 +201,25 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 @pytest.mark.parametrize("width", [1, 2])
 def test_a_wrong_or_lossy_rule_is_caught(name, width):
-    assert output_law(WRONG[name], P, Q, 3 - width, width) != verifier_law(P, 3 - width)
+    widths = (1, 1) if width == 1 else (2, 1)
+    assert output_law(WRONG[name], P, Q, widths) != verifier_law(P)
+
+
+def test_a_drafter_that_names_another_distribution_is_caught():
+    "Siblings with replacement that claim to be drawn without, and the drawn one of greedy+1 that claims all of q."
+    for siblings, change in {
+        "with replacement": lambda q, tree: torch.cat(
+            [tree.probs[:1], accept.residual_probs(q, q * (q == q[tree.tokens[0]]))[None]]
+        ),
+        "greedy+1": lambda q, tree: torch.cat([q[None], tree.probs[1:]]),
+    }.items():
+        q = accept.rows_of([Q[()]])[0]
+
+        def rule(tree, target_probs, generator, change=change, q=q):
+            return standard(TokenTree(tree.tokens, tree.parents, change(q, tree)), target_probs, generator)
+
+        assert output_law(rule, P, Q, (2,), siblings) != verifier_law(P, 1)
+        assert output_law(standard, P, Q, (2,), siblings) == verifier_law(P, 1)
 
 
 def test_lossy_rules_are_marked():
@@ -213,9 +237,10 @@ def test_rules_in_order_of_what_they_keep():
     """Strict wastes the drafter's law, standard does not, block verification makes up for what one token lacks with
     what the next has; siblings help."""
     kept = {name: mean_kept(RULES[name].decide, P, Q) for name in LOSSLESS}
-    assert kept["strict"] < kept["standard"] < kept["block"]
-    assert mean_kept(standard, P, Q, 2, 2) > kept["standard"]
-    assert mean_kept(strict, P, Q, 2, 1, "likeliest") == mean_kept(standard, P, Q, 2, 1, "likeliest")
+    assert kept["strict"] < kept["standard"] < kept["block"] == kept["traversal"]
+    tree = {name: mean_kept(RULES[name].decide, P, Q, (2, 1)) for name in LOSSLESS if name != "block"}
+    assert kept["standard"] < tree["standard"] < tree["traversal"]
+    assert len({mean_kept(RULES[name].decide, P, Q, (2, 1), "likeliest") for name in tree}) == 1
 
 
 def test_mean_accepted_tokens_exact():
@@ -228,8 +253,8 @@ def test_mean_accepted_tokens_exact():
 def test_synthetic_rates_are_what_comes_out():
     rule = synthetic([Fraction(3, 4), Fraction(1, 4)]).decide
     law = Counter()
-    for (n, _), chance in outcomes(lambda choose: speculate(rule, P, Q, 2, 1, "drawn", choose)).items():
-        law[n] += chance
+    for text, chance in step_output(rule, P, Q, (1, 1), "without replacement")[0].items():
+        law[len(text) - 1] += chance
     assert law == {0: Fraction(1, 4), 1: Fraction(1, 2), 2: Fraction(1, 4)}
 
 
@@ -295,9 +320,12 @@ def test_all_dtypes_and_a_perfect_drafter(dtype, name):
 def test_rejection_with_an_empty_residual_still_answers(name):
     p = torch.tensor([[0.5, 0.5]])
     q = p + torch.tensor([[1e-2, 0]])  # q >= p everywhere, as rounding can leave it
-    g = torch.Generator().manual_seed(0)
-    results = [RULES[name].decide(TokenTree.chain([0], q), p.repeat(2, 1), g) for _ in range(2000)]
-    assert {len(path) for path, _ in results} == {0, 1} and {t for path, t in results if not path} == {0, 1}
+
+    def run(choose):
+        path, token = RULES[name].decide(TokenTree.chain([0], q), p.repeat(2, 1), scripted(choose))
+        return len(path), token
+
+    assert outcomes(run).keys() == {(0, 0), (0, 1), (1, 0), (1, 1)}
 
 
 def test_same_seed_same_answer():
@@ -368,5 +396,6 @@ def test_lossless_with_filters(name, filters, drafted):
     p = {context: after(law) for context, law in P.items()}
     q = {context: after(law) for context, law in Q.items()} if drafted == "as the verifier" else Q
     assert any(0 in law for law in p.values()) and p != P
-    for depth, width, how in ((2, 1, "drawn"), (2, 1, "likeliest"), (1, 2, "drawn"))[: 2 if name == "block" else 3]:
-        assert output_law(RULES[name].decide, p, q, depth, width, how) == verifier_law(p, depth)
+    drawn = "without replacement"
+    for widths, how in (((1, 1), drawn), ((1, 1), "likeliest"), ((2,), drawn))[: 2 if name == "block" else 3]:
+        assert output_law(RULES[name].decide, p, q, widths, how) == verifier_law(p, len(widths))

@@ -26,6 +26,7 @@ from .acceptance_rules import RULES, Rule, lenient, tolerant
 from .tree import Drafter, Sampling, TokenTree
 from speculators_nb.decode.tree_growth import (
     NextLogProbs,
+    draw_without_replacement,
     dynamic_tree,
     shaped_tree,
     static_tree,
@@ -37,14 +38,15 @@ def grow_tree(
     log_probs: Callable,  # (nodes [F], tokens [N], parents [N]) -> log-probabilities [F, V]
     depth: int,  # of the deepest node
     sampling: Sampling,
+    draw: Callable = draw_without_replacement,  # the children of a node, in a tree of a shape
 ) -> TokenTree:
     "The tree of a proposal method, from a drafter's log-probabilities."
     if isinstance(method, list):
         paths = [path for path in method if len(path) <= depth]
-        return shaped_tree(log_probs, paths, sampling)
+        return shaped_tree(log_probs, paths, sampling, draw)
     if isinstance(method, StaticTreeTokenProposalConfig):
         first, later = method.initial_branching_factor, method.branching_factor
-        return static_tree(log_probs, first, later, depth, sampling)
+        return static_tree(log_probs, first, later, depth, sampling, draw)
     tree, _ = dynamic_tree(log_probs, method.expansion_factor, depth, method.speculative_tokens)
     return tree
 
@@ -74,6 +76,7 @@ class TreeDrafter:
         self,
         drafter: Drafter,  # with `grow`
         method: TreeMethod,  # a proposal method, or a shape: a list of paths
+        draw: Callable = draw_without_replacement,  # or `draw_greedy_plus_one`
     ):
         """Errors: TypeError for a drafter that cannot grow trees, ValueError for a method that
         is not one."""
@@ -90,6 +93,7 @@ class TreeDrafter:
             )
         self.drafter = drafter
         self.method = method
+        self.draw = draw
         self.aux_layer_ids = drafter.aux_layer_ids
         self.depth = max(map(len, method)) if isinstance(method, list) else method.depth
         self.trained_tokens: int | None = getattr(drafter, "trained_tokens", None)
@@ -97,7 +101,7 @@ class TreeDrafter:
 
     def __copy__(self):
         # requests of a batch share weights, not state
-        return TreeDrafter(copy.copy(self.drafter), self.method)
+        return TreeDrafter(copy.copy(self.drafter), self.method, self.draw)
 
     def reset(self):
         "Start a new request."
@@ -114,7 +118,7 @@ class TreeDrafter:
         "Grow a tree."
         depth = min(k, self.depth)
         with self.drafter.grow(tokens, features, depth) as log_probs:
-            return grow_tree(self.method, log_probs, depth, sampling)
+            return grow_tree(self.method, log_probs, depth, sampling, self.draw)
 
 # %% ../../nbs/decode/10_proposal_setup.ipynb #f4eb4fe7
 class ProposalSetup(NamedTuple):
