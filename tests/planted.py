@@ -202,10 +202,10 @@ FAULTS = [
         "acceptance_rules generate",
     ),
     Fault(
-        "block verification accepts its last token always",
+        "traversal forgets how much of a visit its children have used",
         "decode/acceptance_rules.py",
-        "h = torch.cat([torch.where(rest == 0, 1, mass / rest), P[-1:]])",
-        "h = torch.cat([torch.where(rest == 0, 1, mass / rest), torch.ones_like(P[-1:])])",
+        "alpha[row] = torch.where(other == 0, 1, mass / other)",
+        "alpha[row] = alpha[row]",
         "acceptance_rules",
     ),
     Fault(

@@ -1,6 +1,7 @@
 """Trees against brute force over all paths, and sampled ones against the exact law of the output, all random outcomes
 enumerated as fractions."""
 
+import functools
 import itertools
 import math
 from collections import Counter
@@ -10,11 +11,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_acceptance_rules import PAIRS, exact, outcomes, scripted, verifier_law
+from test_acceptance_rules import PAIRS, scripted, verifier_law
 
-from speculators_nb.decode.acceptance_rules import RULES
+from speculators_nb.decode.acceptance_rules import RULES, continued, exact, outcomes
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.decode.tree_growth import (
+    draw_greedy_plus_one,
     draw_without_replacement,
     dynamic_tree,
     independent_log_probs,
@@ -216,9 +218,8 @@ def test_filters_hold_for_siblings():
 # ------------------------------------------------------------------------------------------------ losslessness
 
 
-def sampled_output(shape, p, q, depth, choose, rule, grow=shaped_tree):
-    """One outcome: grow a tree from the drafter's law q, apply the rule, let the verifier p go on alone until depth + 1
-    tokens stand."""
+def sampled_output(shape, p, q, choose, rule, grow=shaped_tree):
+    "One outcome of a step: grow a tree from the drafter's law q, apply the rule."
     sampling = SimpleNamespace(
         temperature=1.0,
         probabilities=torch.exp,
@@ -233,14 +234,11 @@ def sampled_output(shape, p, q, depth, choose, rule, grow=shaped_tree):
     assert tree.probs is not None and len(set(said(tree))) == len(tree)
     target = torch.tensor([[float(v) for v in p[path]] for path in [(), *said(tree)]], dtype=torch.float64)
     path, token = rule(tree, target, scripted(choose))
-    out = [*(int(tree.tokens[i]) for i in path), token]
-    while len(out) <= depth:
-        out.append(choose(p[tuple(out)]))
-    return tuple(out)
+    return (*(int(tree.tokens[i]) for i in path), token)
 
 
 def fractions(law):
-    law = exact(law)
+    law = [exact(w) for w in law.tolist()]
     return [w / sum(law) for w in law]
 
 
@@ -253,14 +251,22 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("size,text", [(size, text) for size, texts in SHAPES.items() for text in texts], ids=str)
-@pytest.mark.parametrize("name", ["standard", "strict"])
-def test_drawn_trees_keep_the_verifiers_law(name, size, text):
-    "Equal as fractions, over all outcomes of growing, accepting and going on."
+@pytest.mark.parametrize(
+    "name,draw",
+    [
+        *((name, draw_without_replacement) for name in ("standard", "strict", "traversal")),
+        *((name, draw_greedy_plus_one) for name in ("standard", "traversal")),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.__name__,
+)
+def test_drawn_trees_keep_the_verifiers_law(name, draw, size, text):
+    "Equal as fractions, over all outcomes of growing and accepting."
     (p, q), shape = PAIRS[size], parse_tree(text)
     depth = min(size[1], 2)
     shape = [path for path in shape if len(path) <= depth]
-    law = outcomes(lambda choose: sampled_output(shape, p, q, depth, choose, RULES[name].decide))
-    assert law == verifier_law(p, depth)
+    grow = functools.partial(shaped_tree, draw=draw)
+    law = outcomes(lambda choose: sampled_output(shape, p, q, choose, RULES[name].decide, grow))
+    assert continued(law, p.__getitem__, depth + 1) == verifier_law(p, depth)
 
 
 def test_reporting_the_undiminished_law_is_caught():
@@ -273,12 +279,9 @@ def test_reporting_the_undiminished_law_is_caught():
         return tree
 
     (p, q), shape = PAIRS[3, 2], [(0,), (1,)]
-    assert outcomes(
-        lambda choose: sampled_output(shape, p, q, 1, choose, RULES["standard"].decide, wrong)
-    ) != verifier_law(p, 1)
-    assert outcomes(lambda choose: sampled_output(shape, p, q, 1, choose, RULES["standard"].decide)) == verifier_law(
-        p, 1
-    )
+    for grow, kept in ((wrong, False), (shaped_tree, True)):
+        law = outcomes(lambda choose: sampled_output(shape, p, q, choose, RULES["standard"].decide, grow))
+        assert (continued(law, p.__getitem__, 2) == verifier_law(p, 1)) is kept
 
 
 # ------------------------------------------------------------------------------------------------ recurrent laws

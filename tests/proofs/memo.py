@@ -195,7 +195,7 @@ class Grown(Remembered):
         # rows of a new tensor: their laws are not worth remembering
         plain = Sampling(sampling.temperature, sampling.generator, sampling.top_k, sampling.top_p, sampling.min_p)
         try:
-            return grow_tree(self.drafter.method, remembered, depth, plain)
+            return grow_tree(self.drafter.method, remembered, depth, plain, self.drafter.draw)
         except KeyError:
             sampling.generator.set_state(before)
         with torch.inference_mode(), self.drafter.drafter.grow(tokens, self.fresh(text), depth) as law:
@@ -206,4 +206,4 @@ class Grown(Remembered):
                     self.known |= {(text, depth, paths[n]): row.clone() for n, row in zip(nodes.tolist(), rows)}
                 return rows
 
-            return grow_tree(self.drafter.method, noting, depth, plain)
+            return grow_tree(self.drafter.method, noting, depth, plain, self.drafter.draw)

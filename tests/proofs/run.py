@@ -87,6 +87,11 @@ def combinations():
         if name not in ("eagle", "mlp", "mtp", "draft-model")
         for t in both
     )
+    yield from (
+        (t, TOP_P, f"draft-model {kind}", rule)
+        for kind, rule in (("static", "traversal"), ("greedy+1", "traversal"), ("greedy+1", "standard"))
+        for t in both
+    )
 
 
 def stamp():

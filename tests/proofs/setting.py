@@ -18,7 +18,7 @@ from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.proposal_setup import TreeDrafter
 from speculators_nb.decode.suffix import SuffixDrafter
 from speculators_nb.decode.tree import probabilities
-from speculators_nb.decode.tree_growth import parse_tree
+from speculators_nb.decode.tree_growth import draw_greedy_plus_one, parse_tree
 from speculators_nb.lab.experiment import CONTENDERS, heldout_prompts, train_equally
 from speculators_nb.lab.shipped import read_corpus
 from speculators_nb.models.base import SpeculatorModel
@@ -63,6 +63,8 @@ def make(name, drafters, verifier):
     drafter = draft_model(verifier) if base == "draft-model" else drafters[base]
     if kind == "argmax":
         return ArgmaxDrafter(drafter)
+    if kind == "greedy+1":
+        return TreeDrafter(drafter, TREES["static"], draw_greedy_plus_one)
     return TreeDrafter(drafter, TREES[kind]) if kind else drafter
 
 
