@@ -374,6 +374,31 @@ def test_drafting_is_what_was_trained(seed):
             )
 
 
+@pytest.mark.parametrize("from_anchor", [True, False])
+def test_a_temperature_divides_its_slots_logit(from_anchor):
+    "The draft ends behind the last slot whose product, of sigmoid(logit / temperature), reaches the threshold."
+    model, _ = random_model(
+        7, markov_rank=5, enable_confidence_head=True, confidence_head_with_markov=True, sample_from_anchor=from_anchor
+    )
+    k = model.config.speculative_tokens
+    tokens, features, _ = text_and_features(model, 12)
+    temperatures = [3.0 / (slot + 1) for slot in range(k)]
+
+    def draft(*stopping, tokens_wanted=k):
+        drafter = model.drafter(*stopping)
+        tree = drafter.propose(tokens, features, tokens_wanted, Sampling())
+        return tree.tokens, torch.cat(drafter.confidence_logits)
+
+    whole, logits = draft(0.0)
+    _, sure = block_laws(model, torch.cat([tokens, whole]), features, 11, k)
+    torch.testing.assert_close(logits.sigmoid(), sure, rtol=1e-4, atol=1e-6)
+    products = (logits / torch.tensor(temperatures)).sigmoid().cumprod(0)
+    for slot, product in enumerate(products.tolist()):
+        cut, _ = draft(product * (1 - 1e-5), temperatures)
+        assert cut.tolist() == whole[: slot + 1].tolist()
+    assert len(draft(0.0, temperatures, tokens_wanted=k + 1)[0]) == k + 1  # a slot more has the last one's
+
+
 @pytest.mark.parametrize("kind", ["vanilla", "rnn"])
 def test_pairs_follow_the_law(kind):
     model, _ = random_model(
@@ -450,6 +475,9 @@ def test_errors_name_the_field():
     model, batch = random_model(1, enable_confidence_head=False, confidence_head_with_markov=False, block_size=5)
     with pytest.raises(ValueError, match="enable_confidence_head"):
         model.drafter(confidence_threshold=0.5)
+    for wrong in ([1.0], [0.0] * 8, [float("nan")] * 8):
+        with pytest.raises(ValueError, match="confidence_temperatures=.* must be 5 numbers above 0"):
+            model.drafter(confidence_temperatures=wrong)
     with pytest.raises(ValueError, match="confidence_threshold=2"):
         random_model(1, enable_confidence_head=True, markov_rank=4)[0].drafter(confidence_threshold=2)
     short = {k: v[:, :4] for k, v in batch.items() if not k.startswith("anchor")}

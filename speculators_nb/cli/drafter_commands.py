@@ -1,24 +1,35 @@
-"""The commands `train`, `evaluate`, `compare` and `serve` as functions.
+"""The commands `train`, `evaluate`, `calibrate`, `compare` and `serve` as functions.
 They lead from a folder of features to a drafter, its acceptance here and in vLLM, and the command that serves
 it."""
 
 import contextlib
+import json
 import logging
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas as pd
+import torch
 from matplotlib.figure import Figure
 
 from ..core.checkpoints import remote_code
 from ..core.config import SpeculatorModelConfig
 from ..core.files import atomic_write, disk_errors, writable_folder
-from ..core.options import FILTERS, FIRST_CHOICE, NO_WEIGHTS, check_options, pairs
+from ..core.options import FILTERS, FIRST_CHOICE, NO_WEIGHTS, check_options, pairs, shown
 from ..core.provenance import provenance_path, without_secrets, write_provenance
 from ..data.prepared_folder import read_data_config
 from ..decode.ngram import NgramDrafter
 from ..decode.tree import Drafter
-from ..evaluate.acceptance import Evaluation
+from ..evaluate.acceptance import Evaluation, measurable
 from ..evaluate.acceptance import evaluate as measure
+from ..evaluate.calibration import (
+    all_accepted,
+    calibration_file,
+    fit_temperatures,
+    plot_reliability,
+    record_confidences,
+    survival,
+)
 from ..evaluate.comparison import Comparison, compare_runs, evaluate_as_engine
 from ..evaluate.engine import EngineEvaluation, drafter_name, evaluate_engine
 from ..evaluate.prompts import encode_each, read_prompts
@@ -41,7 +52,15 @@ from ..serve.speculative_config import SpeculativeConfig
 from ..serve.vllm_methods import method_of_types
 from ..train.train_drafter import train_drafter
 from ..train.trainer import Measure, SpeculatorTrainer
-from ..verifier.folders import COMPARISON, EVALUATION, named_by, named_verifier, refuse_model, refuse_overwriting
+from ..verifier.folders import (
+    CALIBRATION,
+    COMPARISON,
+    EVALUATION,
+    named_by,
+    named_verifier,
+    refuse_model,
+    refuse_overwriting,
+)
 from ..verifier.identity import trained_for_another
 from ..verifier.tapped_model import Verifier, check_aux_layer_ids, default_aux_layer_ids
 from .data_commands import device_of, open_verifier
@@ -355,12 +374,62 @@ def evaluate(
         return run(drafter, data, options)
 
 
-def _save(path: Path, table: str, figure: Figure):
-    "A table (CSV) and its picture, as path.csv and path.png."
-    with atomic_write(path.with_suffix(".csv")) as temporary:
+def _save(path: Path, table: str, figure: Figure, suffix: str = ".csv"):
+    "A table and its picture, as path.csv and path.png."
+    with atomic_write(path.with_suffix(suffix)) as temporary:
         temporary.write_text(table, encoding="utf-8")
     with atomic_write(path.with_suffix(".png")) as temporary:
         figure.savefig(temporary, format="png", dpi=110)
+
+
+def calibrate(
+    drafter: str,  # folder or hub id, with a confidence head
+    data: str,  # prompts that it was not trained on, as of evaluate
+    output_dir: Path,  # for calibration.json, which SGLang reads, and calibration.png
+    verifier: str | None = None,  # folder or hub id; default: what the drafter was trained for
+    temperature: float = 1.0,  # of sampling: that of the requests to be served; 0: greedy
+    max_samples: int | None = 100,  # prompts to use
+    max_new_tokens: int = 128,  # tokens to write for each prompt
+    seed: int = 0,  # of sampling
+    device: str | None = None,  # default: the accelerator if there is one
+    overwrite: bool = False,  # replace the calibration in output_dir
+) -> pd.DataFrame:  # a row for each position
+    "Fit temperatures that make the confidences of a drafter's head honest, one for each position."
+    options = dict(locals())
+    check_options(options, "calibrate")
+    writable_folder(output_dir)
+    refuse_overwriting(output_dir, overwrite, CALIBRATION)
+    config = read_config(drafter)
+    if not config.get("enable_confidence_head"):
+        raise ValueError(
+            f"drafter={shown(str(drafter))}: a drafter of type {config.get('speculators_model_type')} without a "
+            "confidence head has nothing to calibrate; give one trained with enable_confidence_head=true"
+        )
+    loaded = _load_checkpoint(drafter, options | dict(k=None, attn_implementation=None))
+    trained: Any = loaded.drafter
+    prompts = prompts_of(data, loaded.tokenizer, max_samples)[0]
+    prompts = [prompts[i] for i in measurable(loaded.target, prompts)[0]]
+    sampling = dict(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    steps = record_confidences(
+        loaded.target,
+        trained.model.drafter(confidence_threshold=0.0),
+        prompts,
+        loaded.k,
+        eos_token_ids=eos_ids_of(loaded.target, loaded.tokenizer),
+        **sampling,
+    )
+    temperatures = fit_temperatures(steps.logits, steps.accepted)
+    found = calibration_file(steps, temperatures, str(data))
+    forecasts = {
+        "as it says": survival(steps.logits, torch.ones_like(temperatures)),
+        "calibrated": survival(steps.logits, temperatures),
+    }
+    figure = plot_reliability(forecasts, all_accepted(steps.accepted, loaded.k))
+    _save(Path(output_dir) / "calibration", json.dumps(found, indent=1) + "\n", figure, ".json")
+    origin = {"drafter": drafter, "verifier": loaded.verifier, "data": data}
+    write_provenance(output_dir, "calibrate", sampling, origin, requests=len(prompts))
+    columns = {name: found[name] for name in ("temperatures", "ece_before", "ece_after")}
+    return pd.DataFrame(columns, pd.RangeIndex(1, loaded.k + 1, name="position")).reset_index()
 
 
 def compare(

@@ -13,6 +13,7 @@ from ..core.options import FIRST_CHOICE, IN, RULES, check_options, near, pairs, 
 from ..data.sources import files_of, table_files
 from ..evaluate.prompts import sources_of
 from ..verifier.folders import (
+    CALIBRATION,
     COMPARISON,
     DIAGNOSIS,
     EVALUATION,
@@ -79,8 +80,8 @@ def _check_model(field, value, command):
         )
 
 
-# their verifier is read as a model; the first three, and `evaluate` here, read its tokenizer
-TOKENISES = ("regenerate", "features", "demo", "real")
+# their verifier is read as a model; the first ones, and `evaluate` here, read its tokenizer
+TOKENISES = ("regenerate", "features", "calibrate", "demo", "real")
 READS = (*TOKENISES, "prepare", "train", "evaluate", "doctor", "serve", "convert", "stitch-mtp")
 
 
@@ -97,7 +98,7 @@ def _check_verifier(values, command):
         check_tokenizer(verifier)
 
 
-def _check_evaluated(values):
+def _check_evaluated(values, command):
     "Errors: as of `check_folder`: no drafter, nor one that can be read as a foreign one; its verifier is not here."
     drafter, verifier = values.get("drafter"), values.get("verifier")
     if drafter is None or not Path(drafter).exists() or values.get("method") is not None:
@@ -107,7 +108,7 @@ def _check_evaluated(values):
         if verifier is None and values.get("server") is None:
             name = named_verifier(config, drafter)
             with named_by(drafter):
-                _check_model("verifier", name, "evaluate")
+                _check_model("verifier", name, command)
 
 
 def _check_data(field, value, command):
@@ -121,7 +122,7 @@ def _check_data(field, value, command):
             f"`{command} --help` shows the order, and a verifier goes into --verifier"
         )
     tables = [(path / name / "dataset_info.json").is_file() for name in (".", "rows")]
-    if command in ("evaluate", "doctor"):
+    if command in ("evaluate", "calibrate", "doctor"):
         sources_of(value)
     elif command in ("regenerate", "prepare") or (command == "features" and not any(tables)):
         files_of(value)
@@ -285,6 +286,8 @@ def _check_new(values, command):
             check_output_dir(output, overwrite, resume)
         case "evaluate":
             refuse_overwriting(output, overwrite, EVALUATION)
+        case "calibrate":
+            refuse_overwriting(output, overwrite, CALIBRATION)
         case "compare":
             refuse_overwriting(output, overwrite, COMPARISON)
         case "doctor":
@@ -306,8 +309,8 @@ def _check_read(values, command):
             start = values.get("from_pretrained")
             if start and Path(start).exists() and not (Path(start) / "config.json").is_file():
                 check_folder(start)
-        case "evaluate":
-            _check_evaluated(values)
+        case "evaluate" | "calibrate":
+            _check_evaluated(values, command)
         case "compare":
             for folder in named_runs(values["runs"]).values():
                 check_evaluation(folder)

@@ -121,6 +121,9 @@ train = command(
     then=lambda trainer, given: [("evaluate", given["output_dir"], "PROMPTS.jsonl"), ("serve", given["output_dir"])],
 )
 evaluate = command(library("cli.drafter_commands", "evaluate"), _measured, app, group="Drafters")
+calibrate = command(
+    library("cli.drafter_commands", "calibrate"), lambda table: _table(table, index=False), app, group="Drafters"
+)
 compare = command(
     library("cli.drafter_commands", "compare"), lambda runs: _table(runs.table(), index=False), app, group="Drafters"
 )

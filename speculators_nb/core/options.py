@@ -560,6 +560,7 @@ CHECKS: dict[str, Callable[[Mapping], None]] = {
     "report": lambda values: _apart(values, "prepared", "output_dir"),
     "train": _check_train,
     "evaluate": _check_evaluate,
+    "calibrate": lambda values: _apart(values, "data", "output_dir"),
     "serve": _check_serve,
 }
 
@@ -870,7 +871,7 @@ IN = {
     },
     **{
         f"{command}.output_dir": path("output/run", test=recorded_problem)
-        for command in ("prepare", "features", "train", "convert", "export", "demo", "real", "from-gguf")
+        for command in ("prepare", "features", "train", "calibrate", "convert", "export", "demo", "real", "from-gguf")
     },
 }
 

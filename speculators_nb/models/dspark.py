@@ -5,11 +5,11 @@ The first is a low-rank bias from each token to the next, the second says where 
 
 # %% auto #0
 __all__ = ['MARKOV_HEADS', 'DSPARK_RULES', 'DSparkSpeculatorConfig', 'MarkovHead', 'ConfidenceHead', 'survival',
-           'acceptance_metrics', 'confidence_metrics', 'check_threshold', 'DSparkDrafter', 'served_markov_head',
+           'acceptance_metrics', 'confidence_metrics', 'check_stopping', 'DSparkDrafter', 'served_markov_head',
            'sliding_is_causal', 'DSparkDraftModel']
 
 # %% ../../nbs/models/11_dspark.ipynb #d6655d17
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -188,8 +188,18 @@ def confidence_metrics(
     return metrics | sum_and_total("confidence_cumprod_bias", bias, slots)
 
 # %% ../../nbs/models/11_dspark.ipynb #213b258b
-def check_threshold(model: "DSparkDraftModel", threshold: float | None) -> None:
-    "Raise ValueError for a threshold outside [0, 1] or without a confidence head."
+def check_stopping(
+    model: "DSparkDraftModel", threshold: float | None, temperatures: Sequence[float] | None
+) -> None:
+    """Raise ValueError for a threshold outside [0, 1] or without a confidence head, and for
+    temperatures that are not one positive number for each slot that predicts."""
+    if temperatures is not None:
+        slots = model.config.speculative_tokens
+        if len(temperatures) != slots or not all(t > 0 for t in temperatures):
+            raise ValueError(
+                f"confidence_temperatures={list(temperatures)} must be {slots} numbers above "
+                "0, one for each token of a block"
+            )
     if threshold is None:
         return
     if not 0 <= threshold <= 1:
@@ -202,8 +212,8 @@ def check_threshold(model: "DSparkDraftModel", threshold: float | None) -> None:
 
 # %% ../../nbs/models/11_dspark.ipynb #blkB0014
 class DSparkDrafter(DFlashDrafter):
-    """One forward pass for the states of all slots, then token by token. Errors: ValueError for
-    a threshold outside [0, 1] or without a confidence head."""
+    """One forward pass for the states of all slots, then token by token. Errors: ValueError as
+    of `check_stopping`."""
 
     grow: None = None  # a slot's distribution depends on the tokens in front of it: chains only
 
@@ -211,9 +221,15 @@ class DSparkDrafter(DFlashDrafter):
         self,
         model: "DSparkDraftModel",
         confidence_threshold: float | None = None,  # least product of confidences; None: never
+        confidence_temperatures: Sequence[float] | None = None,  # of each slot; None: 1
     ):
-        check_threshold(model, confidence_threshold)
+        check_stopping(model, confidence_threshold, confidence_temperatures)
         self.confidence_threshold = confidence_threshold
+        # slots beyond the trained ones have the last one's
+        self.confidence_temperatures = confidence_temperatures or [1.0]
+        self.confidence_logits: list[
+            torch.Tensor
+        ] = []  # of the last draft, before temperatures
         super().__init__(model)
 
     @torch.inference_mode()
@@ -234,6 +250,7 @@ class DSparkDrafter(DFlashDrafter):
         sure = torch.ones(1, device=tokens.device)  # that all slots so far are accepted
         drafted_on: list[torch.Tensor] = []  # whether a slot is
         drafted, draft_probs = [], []
+        self.confidence_logits = []
         for slot, hidden in enumerate(states.split(1), -first):
             if head is not None:
                 embeds = head.markov_w1(token)
@@ -241,7 +258,11 @@ class DSparkDrafter(DFlashDrafter):
             if slot < 0:  # the anchor's slot, which predicts nothing
                 continue
             if self.confidence_threshold is not None:
-                sure = sure * model.confidence(hidden, embeds).sigmoid().flatten()
+                logit = model.confidence(hidden, embeds).flatten()
+                self.confidence_logits.append(logit)
+                last = len(self.confidence_temperatures) - 1
+                temperature = self.confidence_temperatures[min(slot, last)]
+                sure = sure * (logit / temperature).sigmoid()
                 drafted_on.append(sure >= self.confidence_threshold)
                 if tokens.device.type == "cpu" and not drafted_on[-1]:
                     break
@@ -416,6 +437,7 @@ class DSparkDraftModel(DFlashDraftModel):
     def drafter(
         self,
         confidence_threshold: float | None = None,  # see `DSparkDrafter`
+        confidence_temperatures: Sequence[float] | None = None,  # see `DSparkDrafter`
     ) -> DSparkDrafter:
         "This model as a `tree.Drafter`."
-        return DSparkDrafter(self, confidence_threshold)
+        return DSparkDrafter(self, confidence_threshold, confidence_temperatures)

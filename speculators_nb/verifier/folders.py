@@ -182,6 +182,7 @@ EVALUATION = (  # files of an evaluation, ours or an engine's
     "speed.png",
 )
 COMPARISON = ("comparison.csv", "comparison.png")
+CALIBRATION = ("calibration.json", "calibration.png")
 DIAGNOSIS = ("index.html",)
 
 

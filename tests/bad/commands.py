@@ -19,6 +19,7 @@ LINES = {  # command -> a line that would run, with names of harness.GOOD
     "vocab": "vocab {features} 40",
     "train": "train {features} {here}/new --verifier {verifier}",
     "evaluate": "evaluate {drafter} {corpus}",
+    "calibrate": "calibrate {drafter} {corpus} {here}/new --verifier {tiny}",
     "compare": "compare {here}/a {here}/b",
     "check": "check {drafter}",
     "serve": "serve {drafter}",
@@ -682,6 +683,11 @@ WRONG = [  # arguments that name something else than is wanted
         "a set that is misspelt",
         "evaluate mtbench --method ngram --verifier {tiny}",
         "mtbench: no such file, folder or set of prompts. Did you mean mt-bench",
+    ),
+    (
+        "a drafter without a confidence head",
+        "calibrate {drafter} {corpus} {here}/new --verifier {tiny}",
+        "drafter=.*eagle3': a drafter of type eagle3 without a confidence head .*enable_confidence_head=true",
     ),
     ("features are missing", "train {here}/none {here}/d", "none: no such folder.*features"),
     (
