@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
+from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from torch.nn import functional as F
 
@@ -98,6 +99,7 @@ def plot_reliability(
 ) -> Figure:
     "A reliability diagram: on the diagonal a forecast is honest. Whiskers: 95 %."
     fig, ax = new_axes(4.6, 3.8)
+    plt.close(fig)  # shown where it is returned
     ax.plot([0, 1], [0, 1], color="#888888", lw=1)
     errors = []
     for name, forecast in forecasts.items():
