@@ -421,7 +421,7 @@ def calibrate(
     temperatures = fit_temperatures(steps.logits, steps.accepted)
     found = calibration_file(steps, temperatures, str(data))
     forecasts = {
-        "as it says": survival(steps.logits, torch.ones_like(temperatures)),
+        "uncalibrated": survival(steps.logits, torch.ones_like(temperatures)),
         "calibrated": survival(steps.logits, temperatures),
     }
     figure = plot_reliability(forecasts, all_accepted(steps.accepted, loaded.k))
