@@ -14,8 +14,8 @@ __all__ = ['RULES', 'SIBLINGS', 'Choices', 'flip', 'draw', 'walk', 'child_with',
 import functools
 import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -567,10 +567,10 @@ def drafts(
 def emitted(
     decide: Callable,  # a rule's (tree, target_probs, generator) -> (path, next token)
     target_probs: Callable,  # of a text -> [V] fractions
-    drafted: Counter,  # from `drafts`
-) -> Counter:  # (accepted tokens and the next one) -> probability
+    drafted: Mapping,  # from `drafts`
+) -> dict[tuple[int, ...], Fraction]:  # (accepted tokens and the next one) -> probability
     "What one step writes."
-    written = Counter()
+    written: dict[tuple[int, ...], Fraction] = defaultdict(Fraction)
     for draft, of_draft in drafted.items():
         tree, rows = draft.tree(), rows_of([target_probs(text) for text in ((), *draft.texts)])
 
@@ -585,24 +585,26 @@ def emitted(
 
 
 def continued(
-    written: Counter,  # text -> probability
+    written: dict[tuple[int, ...], Fraction],  # text -> probability
     target_probs: Callable,  # of a text -> [V] fractions
     n: int,  # tokens
-) -> Counter:  # text of n tokens, or more -> probability
+) -> dict[tuple[int, ...], Fraction]:  # text of n tokens, or more -> probability
     "The verifier writes on alone; from {(): 1} it writes the whole text."
     while any(len(text) < n for text in written):
-        longer = Counter()
+        longer: dict[tuple[int, ...], Fraction] = defaultdict(Fraction)
         for text, chance in written.items():
-            rows = enumerate(target_probs(text)) if len(text) < n else [(None, 1)]
-            for token, w in rows:
+            if len(text) >= n:
+                longer[text] += chance
+                continue
+            for token, w in enumerate(target_probs(text)):
                 if w:
-                    longer[text if token is None else (*text, token)] += chance * w
+                    longer[*text, token] += chance * w
         written = longer
     return written
 
 
 def tokens_per_step(
-    written: Counter,  # from `emitted`
+    written: Mapping[tuple[int, ...], Fraction],  # from `emitted`
 ) -> Fraction:
     "Mean number of tokens that a step writes, the verifier's own included."
     return sum((len(text) * chance for text, chance in written.items()), Fraction(0))

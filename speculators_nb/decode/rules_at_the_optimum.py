@@ -9,7 +9,7 @@ __all__ = ['Tokens', 'sibling_tuples', 'most_accepted', 'most_accepted_with_repl
 
 # %% ../../nbs/decode/13_rules_at_the_optimum.ipynb #564750cd
 import functools
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from itertools import combinations, pairwise
@@ -37,10 +37,10 @@ def sibling_tuples(
 ) -> dict[Tokens, Fraction]:  # tokens in the order drawn -> probability
     "Q(S): the distribution of the siblings of one node."
     drafted = drafts(lambda text: q, [(rank,) for rank in range(n)], siblings)
-    tuples: Counter = Counter()
+    tuples: dict[Tokens, Fraction] = defaultdict(Fraction)
     for draft, chance in drafted.items():
         tuples[tuple(text[0] for text in draft.texts)] += chance
-    return dict(tuples)
+    return tuples
 
 
 def most_accepted(
@@ -70,9 +70,9 @@ def most_accepted_with_replacement(
 def max_flow(
     p: Sequence[Fraction],  # [V] the verifier's distribution, or a part of its mass
     tuples: Mapping[Tokens, Fraction],  # from `sibling_tuples`
-) -> Counter:  # (S, x) -> mass, x in S
+) -> dict[tuple[Tokens, int], Fraction]:  # (S, x) -> mass, x in S
     "A plan of transport that accepts as much as possible."
-    plan: Counter = Counter()
+    plan: dict[tuple[Tokens, int], Fraction] = defaultdict(Fraction)
     left, room = dict(tuples), list(p)  # of each tuple, of each token
     while True:
         came_from: dict[Any, Any] = {S: None for S, mass in left.items() if mass}
@@ -153,10 +153,10 @@ def flow_plan(
             moved[tokens, x] / tuples[tokens] if x not in tokens[:i] else Fraction(0)
             for i, x in enumerate(tokens)
         ]
-        spent = Counter()
+        spent = [Fraction(0)] * len(p)
         for (_, x), mass in moved.items():
             spent[x] += mass
-        return Plan(accepted, [spent[x] for x in range(len(p))])
+        return Plan(accepted, spent)
 
     return plan
 
@@ -200,10 +200,12 @@ def maximum(
 
 def most_tokens_per_step(
     target_probs: Callable,  # of a text -> [V] fractions
-    drafted: Counter,  # from `drafts`
+    drafted: Mapping,  # from `drafts`
 ) -> Fraction:
     "The most tokens that a lossless rule writes in a step, the verifier's own included."
-    trees: Counter = Counter()  # by the texts of their nodes, which are all that matters
+    trees: dict[frozenset, Fraction] = defaultdict(
+        Fraction
+    )  # by the texts of their nodes, which are all that matters
     for draft, chance in drafted.items():
         trees[frozenset(draft.texts)] += chance
     rows, reach = [], {}  # of each text: the variables that stop there or below
