@@ -409,7 +409,7 @@ def calibrate(
     trained: Any = loaded.drafter
     prompts = prompts_of(data, loaded.tokenizer, max_samples)[0]
     prompts = [prompts[i] for i in measurable(loaded.target, prompts)[0]]
-    sampling = dict(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    sampling: dict[str, Any] = dict(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     steps = record_confidences(
         loaded.target,
         trained.model.drafter(confidence_threshold=0.0),

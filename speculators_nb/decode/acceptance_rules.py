@@ -219,7 +219,7 @@ def residual_probs(
     return torch.where(mass > 0, rest / mass, p)
 
 # %% ../../nbs/decode/02_acceptance_rules.ipynb #rejdev02
-def _turns(tree, by_level=False):
+def _turns(tree, by_level=False) -> list[Any]:
     """The first children of all nodes, the second ones, and so on: an index of nodes each. By
     level: those of depth 1 first, then those of depth 2."""
     if tree.is_chain and not by_level:

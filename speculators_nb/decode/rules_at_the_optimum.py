@@ -49,8 +49,8 @@ def most_accepted(
 ) -> Fraction:
     "The optimum of one step: the smallest cut, over all sets of tokens."
     sets = [set(A) for n in range(len(p) + 1) for A in combinations(range(len(p)), n)]
-    inside = [sum(chance for S, chance in tuples.items() if A.issuperset(S)) for A in sets]
-    return min(sum((p[x] for x in A), 1 - within) for A, within in zip(sets, inside))
+    inside = [sum(w for S, w in tuples.items() if A.issuperset(S)) for A in sets]
+    return min(sum((p[x] for x in A), Fraction(1 - w)) for A, w in zip(sets, inside))
 
 
 def most_accepted_with_replacement(
@@ -73,14 +73,14 @@ def max_flow(
 ) -> dict[tuple[Tokens, int], Fraction]:  # (S, x) -> mass, x in S
     "A plan of transport that accepts as much as possible."
     plan: dict[tuple[Tokens, int], Fraction] = defaultdict(Fraction)
-    left, room = dict(tuples), list(p)  # of each tuple, of each token
+    left, unmet = dict(tuples), list(p)  # of each tuple, of each token
     while True:
         came_from: dict[Any, Any] = {S: None for S, mass in left.items() if mass}
         queue, end = list(came_from), None
         for node in queue:  # it grows on the way
             if isinstance(node, tuple):
                 further = [x for x in node if x not in came_from]
-            elif room[node]:
+            elif unmet[node]:
                 end = node
                 break
             else:
@@ -94,12 +94,12 @@ def max_flow(
             path.append(before)
         # x, S, x', S', …: mass of S goes to x, and that of S to x' is taken back
         taken = [(S, x) for S, x in zip(path[1::2], path[2::2])]
-        mass = min([room[end], left[path[-1]], *(plan[pair] for pair in taken)])
+        mass = min([unmet[end], left[path[-1]], *(plan[pair] for pair in taken)])
         for x, S in zip(path[::2], path[1::2]):
             plan[S, x] += mass
         for pair in taken:
             plan[pair] -= mass
-        room[end] -= mass
+        unmet[end] -= mass
         left[path[-1]] -= mass
 
 # %% ../../nbs/decode/13_rules_at_the_optimum.ipynb #a2cbbd25
