@@ -1,5 +1,7 @@
 """docs/web/formulas.py: LaTeX as MathML, and what fails the build."""
 
+import json
+import re
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -9,6 +11,8 @@ import pytest
 pytest.importorskip("latex2mathml", reason="the extra 'docs' has it")
 sys.path.insert(0, str(Path(__file__).parents[1] / "docs"))
 from web.formulas import mathml
+
+NOTEBOOKS = Path(__file__).parents[1] / "nbs"
 
 
 def elements(tex):
@@ -47,3 +51,18 @@ def test_what_cannot_be_read_is_an_error_that_shows_it(tex):
     with pytest.raises(ValueError, match="latex2mathml does not know|missing|Error") as error:
         mathml(tex)
     assert repr(tex) in str(error.value)
+
+
+def test_the_formulas_of_every_notebook():
+    "Without the minutes that building the site takes."
+    wrong = []
+    for path in sorted(NOTEBOOKS.rglob("*.ipynb")):
+        cells = json.loads(path.read_text())["cells"]
+        text = "\n\n".join("".join(c["source"]) for c in cells if c["cell_type"] == "markdown")
+        text = re.sub(r"`[^`\n]+`", "", text)  # code may hold a dollar
+        for block, inline in re.findall(r"\$\$(.+?)\$\$|\$([^$\n]+)\$", text, flags=re.S):
+            try:
+                mathml(block or inline)
+            except ValueError as e:
+                wrong.append(f"{path.name}: {e}")
+    assert not wrong
