@@ -105,3 +105,7 @@ def test_the_command(fresh, tmp_path):
     assert len(found["temperatures"]) == fresh.config.speculative_tokens and min(found["temperatures"]) > 0
     assert {p.name for p in (tmp_path / "out").iterdir()} >= {"calibration.png", "provenance.json"}
     assert "holds a result already" in calibrate().output
+    config = json.loads((tmp_path / "drafter/config.json").read_text()) | {"enable_confidence_head": False}
+    (tmp_path / "drafter/config.json").write_text(json.dumps(config))
+    headless = calibrate("--overwrite")
+    assert headless.exit_code == 2 and "type dspark without a confidence head" in headless.output

@@ -684,11 +684,6 @@ WRONG = [  # arguments that name something else than is wanted
         "evaluate mtbench --method ngram --verifier {tiny}",
         "mtbench: no such file, folder or set of prompts. Did you mean mt-bench",
     ),
-    (
-        "a drafter without a confidence head",
-        "calibrate {drafter} {corpus} {here}/new --verifier {tiny}",
-        "drafter=.*eagle3': a drafter of type eagle3 without a confidence head .*enable_confidence_head=true",
-    ),
     ("features are missing", "train {here}/none {here}/d", "none: no such folder.*features"),
     (
         "conversations for features",
