@@ -118,7 +118,7 @@ vllm-servers:
 	$(OFFLINE) .venv-vllm/bin/python tests/vllm/check_dflash2.py
 
 .PHONY: vllm-all
-vllm-all: vllm  ## what `make vllm-test` and `make pipeline-test` leave out: all variants, suffix decoding, Medusa and n-gram lookup in a server, answers and hidden states of one, MTP heads of every family, kills of each stage; an hour
+vllm-all: vllm  ## what `make vllm-test` and `make pipeline-test` leave out: all variants, suffix decoding, Medusa and n-gram lookup in a server, answers and hidden states of one, MTP heads of every family, kills of each stage
 	$(OFFLINE) $(BIN)/python tests/vllm/check_vllm.py --all
 	$(OFFLINE) $(BIN)/python tests/vllm/check_engine.py
 	$(OFFLINE) $(BIN)/python tests/vllm/check_pipeline.py
@@ -156,7 +156,7 @@ ray-test: .venv/.dev  ## 200 rows on a Ray cluster of two nodes on this machine,
 	$(OFFLINE) $(BIN)/python tests/jobs/check_ray.py
 
 .PHONY: nightly-pytest
-nightly-pytest: .venv/.dev  ## the tests that CI leaves out: what the marker `nightly` names; half an hour
+nightly-pytest: .venv/.dev  ## the tests that CI leaves out: what the marker `nightly` names
 	$(OFFLINE) $(PYTEST) -m nightly --durations=20
 
 .PHONY: mooncake-test

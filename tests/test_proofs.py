@@ -105,14 +105,13 @@ def p_value(small, law, name, rule, temperature, n=FEW):
 ALL = sorted({(name, rule) for _, _, name, rule in combinations() if rule not in WRONG})
 
 
-def by_day():
-    "Every proposer under one rule, and in turn under each."
-    rules = {name: [rule for n, rule in ALL if n == name] for name, _ in ALL}
-    return {(name, of[i % len(of)]) for i, (name, of) in enumerate(rules.items())}
+RULES_OF = {name: [rule for n, rule in ALL if n == name] for name, _ in ALL}
+# every proposer under one of its rules, and in turn under each
+BY_DAY = {(name, rules[i % len(rules)]) for i, (name, rules) in enumerate(RULES_OF.items())}
 
 
 @pytest.mark.parametrize(
-    "name, rule", [pytest.param(*both, marks=() if both in by_day() else pytest.mark.nightly) for both in ALL]
+    "name, rule", [pytest.param(*both, marks=() if both in BY_DAY else pytest.mark.nightly) for both in ALL]
 )
 def test_the_law_of_texts_is_the_verifiers(small, law_of, name, rule):
     temperature = (0.7, 1.0)[ALL.index((name, rule)) % 2]
