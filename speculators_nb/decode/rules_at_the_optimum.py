@@ -203,9 +203,8 @@ def most_tokens_per_step(
     drafted: Mapping,  # from `drafts`
 ) -> Fraction:
     "The most tokens that a lossless rule writes in a step, the verifier's own included."
-    trees: dict[frozenset, Fraction] = defaultdict(
-        Fraction
-    )  # by the texts of their nodes, which are all that matters
+    # by the texts of their nodes, which are all that matters
+    trees: dict[frozenset, Fraction] = defaultdict(Fraction)
     for draft, chance in drafted.items():
         trees[frozenset(draft.texts)] += chance
     rows, reach = [], {}  # of each text: the variables that stop there or below

@@ -25,9 +25,8 @@ from .cost import Metered
 from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/evaluate/06_calibration.ipynb #0bcf93ae
-TEMPERATURES = torch.logspace(
-    -1, 1, 201
-)  # among which a fit chooses; neighbours differ by 2.3 %
+# among which a fit chooses; neighbours differ by 2.3 %
+TEMPERATURES = torch.logspace(-1, 1, 201)
 FEWEST = 30  # steps at a position, for a fit of its temperature
 
 

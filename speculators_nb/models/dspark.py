@@ -227,9 +227,8 @@ class DSparkDrafter(DFlashDrafter):
         self.confidence_threshold = confidence_threshold
         # slots beyond the trained ones have the last one's
         self.confidence_temperatures = confidence_temperatures or [1.0]
-        self.confidence_logits: list[
-            torch.Tensor
-        ] = []  # of the last draft, before temperatures
+        # of the last draft, before temperatures
+        self.confidence_logits: list[torch.Tensor] = []
         super().__init__(model)
 
     @torch.inference_mode()
