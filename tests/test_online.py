@@ -1,0 +1,101 @@
+"""Every drafter learns while it serves, and the text stays the verifier's."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from speculators_nb.core.options import algorithms
+from speculators_nb.decode.generate import NoDrafter, generate
+from speculators_nb.decode.tree import Sampling
+from speculators_nb.lab.experiment import COMMON, settings
+from speculators_nb.train.online import OnlineDrafter
+from speculators_nb.train.train_drafter import new_drafter
+from speculators_nb.verifier.tapped_model import Verifier
+
+PATH = Path(__file__).resolve().parents[1] / "data/tiny-verifier"
+PROMPTS = [[5, 6, 7, 8], [9, 10, 11], [40, 41, 42, 43, 44]]
+
+
+def arguments(algorithm):
+    return {name: value for name, value in settings(algorithm).items() if name not in COMMON}
+
+
+@pytest.fixture(scope="module")
+def verifier():
+    return Verifier.from_pretrained(PATH, dtype="float32")
+
+
+# a chain, blocks, and a drafter that reads the last state alone; the others at night
+BY_DAY = "eagle3", "dflash", "mtp"
+ALL = [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in algorithms()]
+
+
+@pytest.mark.parametrize("algorithm", ALL)
+def test_every_drafter_learns_and_the_text_stays(algorithm, verifier):
+    model = new_drafter(algorithm, PATH, **arguments(algorithm))
+    drafter = OnlineDrafter(model, total_seq_len=64, memory=64, **arguments(algorithm))
+    tapped, plain = Verifier(verifier.model, drafter.aux_layer_ids), Verifier(verifier.model)
+    losses = []
+    for _ in range(2):
+        answers = generate(tapped, drafter, PROMPTS, max_new_tokens=16, k=3)
+        for prompt, answer in zip(PROMPTS, answers):
+            assert answer.tokens == generate(plain, NoDrafter(), prompt, max_new_tokens=16, k=0).tokens
+            drafter.keep(answer)
+        losses.append(drafter.learn(3))
+    assert losses[-1] < losses[0]
+
+
+def test_what_is_kept_is_the_request_s_own(verifier):
+    "Beside requests of other lengths, drawn at random, in one call; the newest is the last, what does not fit is gone."
+    model = new_drafter("eagle3", PATH, **arguments("eagle3"))
+    drafter = OnlineDrafter(model, total_seq_len=32, memory=40)
+    tapped = Verifier(verifier.model, drafter.aux_layer_ids)
+    sampling = Sampling(1.0, generator=torch.Generator().manual_seed(0))
+    answers = generate(tapped, drafter, PROMPTS, max_new_tokens=12, k=3, sampling=sampling)
+    for answer in answers:
+        drafter.keep(answer)
+        row, text = drafter.rows[-1], [*answer.prompt, *answer.tokens]
+        assert row["input_ids"].tolist() == text[: len(row["input_ids"])]
+        states = tapped(torch.tensor([text])).hidden_states[0, : len(row["input_ids"])]
+        kept = torch.cat([row["hidden_states"], row["verifier_last_hidden_states"]], -1)
+        torch.testing.assert_close(kept, states, rtol=1e-3, atol=1e-3)
+    assert sum(len(row["input_ids"]) for row in drafter.rows) <= 40 and len(drafter.rows) == 2
+    batch = drafter.packed_row()
+    assert batch["input_ids"].shape == (1, 32)
+    assert batch["input_ids"][0, :10].tolist() == model.shift(drafter.rows[-1])["input_ids"][:10].tolist()
+
+
+def test_earlier_samples_are_every_second_one(verifier):
+    model = new_drafter("eagle3", PATH, **arguments("eagle3"))
+    sample = {
+        "input_ids": torch.full((4,), 77),
+        "loss_mask": torch.ones(4, dtype=torch.bool),
+        "hidden_states": torch.zeros(4, 3 * model.hidden_size),
+        "verifier_last_hidden_states": torch.zeros(4, model.hidden_size),
+    }
+    drafter = OnlineDrafter(model, total_seq_len=64, memory=64, earlier=[sample])
+    tapped = Verifier(verifier.model, drafter.aux_layer_ids)
+    drafter.keep(generate(tapped, drafter, PROMPTS[0], max_new_tokens=8, k=3))
+    batch = drafter.packed_row()
+    kinds = [
+        bool((batch["input_ids"][batch["document_ids"] == i] == 77).all())
+        for i in range(int(batch["document_ids"].max()) + 1)
+    ]
+    assert kinds == [bool(i % 2) for i in range(len(kinds))] and len(kinds) > 3
+
+
+@pytest.mark.parametrize(
+    "given,words",
+    [
+        (dict(memory=100), "memory=100: is less than one packed row, total_seq_len=1024"),
+        (dict(learning_rate=-1.0), "learning_rate"),
+        (dict(total_seq_len=0), "total_seq_len"),
+    ],
+)
+def test_what_cannot_be_is_named(given, words):
+    model = new_drafter("eagle3", PATH, **arguments("eagle3"))
+    with pytest.raises(ValueError, match=words):
+        OnlineDrafter(model, **given)
+    with pytest.raises(ValueError, match="nothing to learn from: `keep` a request first"):
+        OnlineDrafter(model).learn()
