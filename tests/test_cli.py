@@ -127,10 +127,10 @@ def test_heavy_imports_are_inside():
 @pytest.mark.parametrize(
     "algorithm,given,arch",
     [
-        ("eagle3", (), "llama"),
+        ("eagle3", (), None),
         ("dflash", (), "qwen3"),
         ("dflash", ("--draft-arch", "llama"), "llama"),
-        ("medusa", (), "llama"),
+        ("medusa", (), None),
     ],
 )
 def test_layers_that_an_algorithm_needs_are_its_default(tmp_path, monkeypatch, algorithm, given, arch):
@@ -757,6 +757,10 @@ def test_draft_layers_from_a_file(features, tmp_path):
         ("--extra draft_config=nowhere", ("nowhere", "config.json")),
         ("--algorithm mtp --extra sliding_window=8", ("sliding_window=8", "verifier's own kind", "leave")),
         ("--algorithm medusa --extra sliding_window=8", ("sliding_window=8", "no decoder layers", "leave")),
+        ("--algorithm medusa --num-layers 2", ("num_layers=2", "no decoder layers", "leave")),
+        ("--algorithm mlp --draft-arch qwen3", ("draft_arch='qwen3'", "no decoder layers", "leave")),
+        ("--algorithm mtp --num-layers 2", ("num_layers=2", "verifier's own kind", "leave")),
+        ("--algorithm eagle --num-layers 2", ("num_layers=2", "one draft layer", "leave")),
     ],
 )
 def test_wrong_shapes_of_draft_layers(features, tmp_path, line, words):

@@ -90,7 +90,7 @@ def tiny() -> Scene:
         data=data,
         new=[i for i, name in enumerate(kind) if name == "code"],
         old=[i for i, name in enumerate(kind) if name != "code"],
-        epochs=1,
+        epochs=3,
         vocabulary=None,
         serve=answers([c for c in unread if c["domain"] == "code"], 100),
         heldout=dict(

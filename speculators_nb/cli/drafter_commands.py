@@ -147,7 +147,7 @@ def train(
     refuse_model(output_dir)  # also the verifier that the features name
     if from_pretrained is None:
         algorithm = algorithm or FIRST_CHOICE
-        draft_arch = draft_arch or str(settings(algorithm).get("draft_arch", "llama"))
+        draft_arch = draft_arch or settings(algorithm).get("draft_arch")
     check_step_memory(verifier, locals())
     with disk_errors(output_dir, KEPT), remote_code(trust_remote_code), one_writer(output_dir):
         trainer = train_drafter(

@@ -263,6 +263,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     lab_arguments: dict[str, Any] = {}  # what `lab.experiment` gives besides, e.g. sizes
     whole_vocabulary = ""  # why the draft vocabulary is the verifier's; "": it may be smaller
     fixed_layers = ""  # why the draft layers cannot be chosen; "": they can
+    single_layer = ""  # why there cannot be more than one; "": there can
     verify_training_compatible = staticmethod(verify_training_compatible)
 
     served_as: tuple[str, bool]  # vLLM's method, and whether it drafts all tokens in parallel

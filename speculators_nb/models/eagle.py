@@ -174,6 +174,7 @@ class EagleSpeculator(AttachableVerifier):
     drafted_by = "speculative_tokens"
     read_on_host = ("document_ids", "loss_mask")
     whole_vocabulary = "EAGLE shares the verifier's whole head; leave draft_vocab_size out"
+    single_layer = "EAGLE has one draft layer"
     served_as = "eagle", False
     serving_rules = (served_as_native,)
 

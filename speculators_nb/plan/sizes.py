@@ -11,7 +11,7 @@ from ..models.base import SpeculatorModel
 from ..nn.layers import head_dim
 from ..nn.target_head import text_config
 from ..train.optimizers import parameter_kinds
-from ..train.train_drafter import draft_layers, layer_arguments
+from ..train.train_drafter import check_layers_given, draft_layers, layer_arguments
 from ..verifier.identity import VerifierInfo, meta_model
 
 
@@ -88,8 +88,8 @@ def forward_flops(sizes: VerifierSizes, context: int = 2048) -> float:
 def empty_drafter(
     algorithm: str,  # a registered `speculators_model_type`
     info: VerifierInfo,  # of the verifier
-    draft_arch: str = "llama",  # family of the draft layers
-    num_layers: int = 1,  # how many
+    draft_arch: str | None = None,  # family of the draft layers; None: llama
+    num_layers: int | None = None,  # how many; None: 1
     draft_vocab_size: int | None = None,  # None: the verifier's whole vocabulary
     device: str = "meta",  # where its tensors are
     **model_args: Any,  # those of `draft_layers` and of the class's `from_training_args`
@@ -105,7 +105,8 @@ def empty_drafter(
     names: dict[str, Any] = dict(with_first_weights=fresh, for_verifier=fresh)
     empty: Any = type(drafter.__name__, (drafter,), names)
     shape, model_args = layer_arguments(model_args)
-    layers = draft_layers(info, draft_arch, num_layers, **shape)
+    check_layers_given(drafter, shape | dict(draft_arch=draft_arch, num_layers=num_layers))
+    layers = draft_layers(info, draft_arch or "llama", num_layers or 1, **shape)
     if draft_vocab_size is not None:
         model_args["draft_vocab_size"] = draft_vocab_size
     with torch.device(device):

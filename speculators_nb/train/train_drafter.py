@@ -57,12 +57,23 @@ def layer_arguments(
 
 
 def refuse_given(
-    given: dict,  # arguments, of which none may be
+    given: Mapping[str, Any],  # arguments, of which none may be
     why: str,  # what decides instead; "": they may be
 ) -> None:
     "Raise ValueError for an argument that would have no effect."
     for name, value in given.items() if why else ():
         raise ValueError(f"{name}={value!r}: {why}; leave {name} out")
+
+
+def check_layers_given(
+    drafter_class: type[SpeculatorModel],
+    given: Mapping[str, Any],  # arguments that shape the draft layers; None: not given
+) -> None:
+    "Errors: ValueError for one that the class decides itself."
+    given = {name: value for name, value in given.items() if value is not None}
+    refuse_given(given, drafter_class.fixed_layers)
+    if given.get("num_layers", 1) != 1:
+        refuse_given({"num_layers": given["num_layers"]}, drafter_class.single_layer)
 
 
 def layers_of_file(
@@ -115,8 +126,8 @@ def draft_layers(
 def new_drafter(
     algorithm: str,  # a registered `speculators_model_type`
     verifier: str | os.PathLike,  # folder or hub id
-    draft_arch: str = "llama",  # family of the draft layers
-    num_layers: int = 1,  # how many
+    draft_arch: str | None = None,  # family of the draft layers; None: llama
+    num_layers: int | None = None,  # how many; None: 1
     draft_vocab_size: int | None = None,  # None: the verifier's whole vocabulary
     mapping: tuple[torch.Tensor, torch.Tensor] | None = None,  # t2d [V] bool, d2t [Vd] int64
     target_layer_ids: list[int] | None = None,  # verifier layers to read; None: default three
@@ -140,8 +151,8 @@ def new_drafter(
     # the checkpoint names it, for an engine that is started in another working directory
     name = str(Path(info).resolve()) if Path(info).is_dir() else info.name
     shape, model_args = layer_arguments(model_args)
-    refuse_given(shape, drafter_class.fixed_layers)
-    layers = draft_layers(info, draft_arch, num_layers, **shape)
+    check_layers_given(drafter_class, shape | dict(draft_arch=draft_arch, num_layers=num_layers))
+    layers = draft_layers(info, draft_arch or "llama", num_layers or 1, **shape)
     torch.manual_seed(seed)
     return drafter_class.from_training_args(
         layers,
@@ -295,8 +306,6 @@ def _model_and_features(data_dir, info, from_pretrained, source, args, seed):
     data = open_features(data_dir, info, layers=layers, **source)
     stored = list(data.layer_ids or ())[:-1]
     own = {
-        "draft_arch": args["draft_arch"] or "llama",
-        "num_layers": args["num_layers"] or 1,
         "mapping": draft_vocabulary(data, data_dir, size, info.text.vocab_size),
         "target_layer_ids": layers or stored or None,
     }
