@@ -1,13 +1,13 @@
 """How fast a drafter learns from what it serves: its users change to a kind of question that it was never trained on.
 
-    python benchmarks/online/run.py tiny        the tiny verifier; the new kind is code. Half an hour of one core
-    python benchmarks/online/run.py real        SmolLM2 with the features of `make real`; answers with code. An hour
+    python benchmarks/online/run.py tiny        the tiny verifier; code is new. Half an hour of one core a seed
+    python benchmarks/online/run.py real        SmolLM2 with the features of `make real`; code is new. An hour a seed
 
 Two drafters are trained with the same steps: `before` on everything but the new kind, `both` on everything. `before`
 then serves questions of the new kind, 4,000 tokens of greedy answers, and learns after each one:
 
-    served           from what it served
-    with earlier     the same, every second sample from its first training
+    with earlier     from what it served, and every second sample from its first training
+    served           from what it served alone
     where wrong      from what it served, at the positions that it drafted wrongly (online speculative decoding)
     ordinary         no serving: as many steps over the same answers, in random order, all known from the beginning
 
@@ -51,9 +51,11 @@ from speculators_nb.verifier.tapped_model import Verifier
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 REAL = ROOT / "output/real"  # of `make real`
-K, TOKENS, STEPS, RATE = 4, 4000, 2, 1e-3
-MEASURED = (250, 500, 1000, 2000, 3000, TOKENS)  # tokens served
-VARIANTS = ("served", "with earlier", "where wrong")
+K, TOKENS, HELDOUT = 4, 4000, 24  # draft length, tokens served, questions of each kind
+LEARNING: dict[str, Any] = dict(learning_rate=1e-3, total_seq_len=512)
+STEPS = 2  # after each request
+MEASURED = (500, 1000, 2000, TOKENS)  # tokens served
+VARIANTS = ("with earlier", "served", "where wrong")
 
 
 class Scene(NamedTuple):
@@ -94,8 +96,8 @@ def tiny() -> Scene:
         vocabulary=None,
         serve=answers([c for c in unread if c["domain"] == "code"], 100),
         heldout=dict(
-            new=answers([c for c in heldout if c["domain"] == "code"], 30),
-            old=answers([c for c in heldout if c["domain"] != "code"], 30),
+            new=answers([c for c in heldout if c["domain"] == "code"], HELDOUT),
+            old=answers([c for c in heldout if c["domain"] != "code"], HELDOUT),
         ),
     )
 
@@ -122,7 +124,10 @@ def real() -> Scene:
         epochs=2,
         vocabulary=8000,
         serve=[answer(i) for i in new[:50]],
-        heldout=dict(new=[answer(i) for i in new[50:100]], old=[answer(i) for i in old[-50:]]),
+        heldout=dict(
+            new=[answer(i) for i in new[50 : 50 + HELDOUT]],
+            old=[answer(i) for i in old[-HELDOUT:]],
+        ),
     )
 
 
@@ -135,11 +140,11 @@ def trained(scene, algorithm, name, seed, folder) -> SpeculatorModel:
     "`before` without the new kind, `both` with it, as many rows; or what an earlier run left."
     place = folder / f"{algorithm}-{name}-{seed}"
     if not (place / "config.json").is_file():
-        rows = scene.old if name == "before" else [*scene.old[len(scene.new) :], *scene.new]
+        rows = scene.old if name == "before" else [*scene.old[: -len(scene.new)], *scene.new]
         vocabulary = {}
         if scene.vocabulary and algorithm == "eagle3":
             counts = collections.Counter()
-            for i in scene.old:
+            for i in [*scene.old, *scene.new]:  # it cannot change later
                 tokens, mask = map(torch.as_tensor, scene.data.tokens(i))
                 counts.update(tokens[mask.bool()].tolist())
             size = AutoTokenizer.from_pretrained(scene.verifier).vocab_size
@@ -179,7 +184,7 @@ def online(scene, algorithm, variant, seed, folder) -> list[dict]:
     "Serve and learn: rows of the table."
     model = trained(scene, algorithm, "before", seed, folder)
     earlier = Subset(scene.data, scene.old) if variant == "with earlier" else ()
-    drafter = OnlineDrafter(model, learning_rate=RATE, earlier=earlier, seed=seed, **arguments(algorithm))
+    drafter = OnlineDrafter(model, earlier=earlier, seed=seed, **LEARNING, **arguments(algorithm))
     answers = random.Random(seed).sample(scene.serve, len(scene.serve))
     about = dict(algorithm=algorithm, seed=seed, variant=variant)
     served, spent, rows, points = 0, 0.0, [], [*MEASURED]
@@ -220,7 +225,7 @@ def serve_once(scene, algorithm, folder) -> dict[str, Any]:
     "The variant `with earlier` with `generate`: processor seconds, and whether the text is the verifier's."
     model = trained(scene, algorithm, "before", 0, folder)
     earlier = Subset(scene.data, scene.old)
-    drafter = OnlineDrafter(model, learning_rate=RATE, earlier=earlier, **arguments(algorithm))
+    drafter = OnlineDrafter(model, earlier=earlier, **LEARNING, **arguments(algorithm))
     verifier = Verifier.from_pretrained(scene.verifier, drafter.aux_layer_ids, dtype="float32")
     stop = eos_ids_of(verifier, AutoTokenizer.from_pretrained(scene.verifier))
     options = dict(max_new_tokens=160, eos_token_ids=stop)
