@@ -3,7 +3,6 @@ They are checked before any work is done. A refusal is one line with the option,
 
 import difflib
 import ipaddress
-import itertools
 import json
 import math
 import numbers
@@ -32,9 +31,7 @@ def shown(value: Any) -> str:  # at most 100 characters
     return text if len(text) <= 100 else f"{text[:97]}..."
 
 
-def duration(
-    seconds: float,
-) -> str:  # "40 s", "12 min", "3.2 hours", with two digits that count
+def duration(seconds: float) -> str:  # "40 s", "12 min", "3.2 hours", with two digits that count
     "A time that is estimated, in the unit that suits it."
     for unit, size in (("hours", 3600), ("min", 60)):
         if seconds >= 1.5 * size:
@@ -260,9 +257,8 @@ def device_problem(value: str) -> str | None:
 
 def ascending_problem(value: Sequence[int]) -> str | None:
     "What is wrong with layer ids beyond their range."
-    ids = list(value)
-    fine = all(a < b for a, b in itertools.pairwise(ids))
-    return None if fine else f"must ascend, each id once, e.g. {sorted(set(ids))}"
+    ascending = sorted(set(value))
+    return None if list(value) == ascending else f"must ascend, each id once, e.g. {ascending}"
 
 
 def recorded_problem(value: str | os.PathLike) -> str | None:
@@ -383,12 +379,13 @@ def _leave_out(values: Mapping, name: str, why: str, default: Any = 0) -> None:
         raise ValueError(f"{name}={shown(value)}: {why}")
 
 
-def _apart(values: Mapping, source: str, output: str) -> None:
+def _check_output(values: Mapping) -> None:
     "Errors: ValueError where what is made is what it is made from."
-    given = [values.get(source), values.get(output)]
-    paths = [os.path.realpath(path) for path in given if isinstance(path, (str, os.PathLike))]
-    if len(paths) == 2 and paths[0] == paths[1]:
-        raise ValueError(f"{output}={shown(os.fspath(values[output]))}: is {source} itself; name another place")
+    paths = {name: os.fspath(value) for name, value in values.items() if isinstance(value, (str, os.PathLike))}
+    for output in paths.keys() & {"output", "output_dir"}:
+        for source in paths.keys() & {"data", "data_dir", "prepared", "verifier"}:
+            if os.path.realpath(paths[source]) == os.path.realpath(paths[output]):
+                raise ValueError(f"{output}={shown(paths[output])}: is {source} itself; name another place")
 
 
 NO_WEIGHTS = ("ngram", "ngram_gpu", "suffix")  # methods without a draft checkpoint
@@ -446,18 +443,11 @@ def _check_regenerate(values: Mapping) -> None:
         raise ValueError(
             "verifier=None: nothing would write the answers; give verifier (in this process) or server (its address)"
         )
-    _apart(values, "data", "output")
     if values.get("server") is not None:
         _leave_out(values, "self_prompts", "are written in this process; leave it out")
 
 
-def _check_prepare(values: Mapping) -> None:
-    _apart(values, "data", "output_dir")
-    _apart(values, "verifier", "output_dir")
-
-
 def _check_features(values: Mapping) -> None:
-    _check_prepare(values)
     source = values.get("source", "hf")
     if source == "vllm":
         _check_storage(values)
@@ -469,8 +459,6 @@ def _check_features(values: Mapping) -> None:
 
 
 def _check_train(values: Mapping) -> None:
-    _apart(values, "data_dir", "output_dir")
-    _apart(values, "verifier", "output_dir")
     if values.get("server") is not None:
         _check_storage(values)
     elif "server" in values:
@@ -527,7 +515,6 @@ def _check_evaluate(values: Mapping) -> None:
     if engine == "vllm" and "server" in values and get("server") is None:
         why = "vLLM 0.32 does not take it with speculative decoding; leave it out, or set engine=reference"
         _leave_out(values, "min_p", why)
-    _apart(values, "data", "output_dir")
     if engine is not None:
         other = "vllm" if engine == "reference" else "reference"
         for name, default in (ONLY_VLLM if engine == "reference" else ONLY_HERE).items():
@@ -555,12 +542,9 @@ def _check_serve(values: Mapping) -> None:
 # what depends on each other in a command; a function or a section of a recipe may give some of its options alone
 CHECKS: dict[str, Callable[[Mapping], None]] = {
     "regenerate": _check_regenerate,
-    "prepare": _check_prepare,
     "features": _check_features,
-    "report": lambda values: _apart(values, "prepared", "output_dir"),
     "train": _check_train,
     "evaluate": _check_evaluate,
-    "calibrate": lambda values: _apart(values, "data", "output_dir"),
     "serve": _check_serve,
 }
 
@@ -692,11 +676,10 @@ RULES |= {
     "seed": whole(0, **SEED),
     "config": mapping({"norm_before_residual": True}, none=True),
     "format": text("eagle3", none=True),
-    "enforce_eager": switch(False, none=True),
 }
 RULES |= switches(
     """dedup shuffle allow_urls overwrite dry_run resume trust_remote_code trust_features link
-    run ngram as_engine baseline train_reasoning train_tool_calls"""
+    run ngram as_engine baseline train_reasoning train_tool_calls bf16 fsdp"""
 )
 
 RULES |= {
@@ -714,8 +697,6 @@ RULES |= {
     "gradient_accumulation_steps": whole(1, 1, 2**20),
     "learning_rate": number(1e-4, above=0, none=True),
     "optimizer": word("adamw", "muon"),
-    "bf16": switch(False),
-    "fsdp": switch(False),
     "checkpoint_format": word("full", "sharded"),
     "save_dtype": word("bfloat16", "float16", "float32", none=True),
     "early_stopping_patience": whole(3, 1, none=True),
@@ -766,7 +747,7 @@ RULES |= switches(
 )
 RULES |= switches(
     """disable_tqdm greater_is_better tf32 ddp_find_unused_parameters ddp_broadcast_buffers
-    ddp_static_graph hub_private_repo gradient_checkpointing activation_checkpointing""",
+    ddp_static_graph hub_private_repo gradient_checkpointing activation_checkpointing enforce_eager""",
     none=True,
 )
 
@@ -873,9 +854,6 @@ IN = {
         f"{command}.output_dir": path("output/run", test=recorded_problem)
         for command in ("prepare", "features", "train", "calibrate", "convert", "export", "demo", "real", "from-gguf")
     },
-}
-
-IN |= {
     "experiment.file": path("experiment.yaml"),
     "experiment.seeds": whole(3, 1, 1000),
     "experiment.k": whole(4, 1, MOST_DRAFTED),
@@ -905,5 +883,7 @@ def check_options(values: Mapping, where: str = "") -> None:
                 plain = value[0]
             raise ValueError(f"{name}={shown(plain)}: {wrong}")
     _check_together(values)
+    if where not in ("", "vocab"):  # which writes beside what it reads
+        _check_output(values)
     if where in CHECKS:
         CHECKS[where](values)
