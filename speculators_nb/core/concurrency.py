@@ -34,14 +34,14 @@ def worth_retrying(status: int) -> bool:
     return status in (408, 409, 425, 429) or status >= 500
 
 
-def pause(failures: int, retry_after: str | None = None, longest: float = 60.0) -> float:
-    "Seconds: exponential back-off with equal jitter, or what the server requests if that is longer; at most `longest`."
+def pause(failures: int, retry_after: str | None = None) -> float:
+    "Seconds: exponential back-off with equal jitter, or what the server requests if that is longer; at most a minute."
     wait = 2 ** (min(failures, 20) - 1) / 2 * random.uniform(0.5, 1)
     try:
         wait = max(wait, float(retry_after or 0))
     except ValueError:
         pass  # a date
-    return min(wait, longest)
+    return min(wait, 60.0)
 
 
 class TooManyFailures(RuntimeError):

@@ -8,7 +8,7 @@ import os
 import re
 from functools import cache, partial
 from logging import getLogger
-from typing import Annotated, Any, ClassVar, Self, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Self, get_origin
 
 import torch
 from pydantic import ConfigDict, Field, PlainValidator, TypeAdapter, ValidationError, model_validator
@@ -27,6 +27,7 @@ from .registry import (
     ReloadableBaseModel,
     TokenProposalConfig,
     explain,
+    holds_numbers,
 )
 
 CHECKED_FIELDS: dict[str, type] = {  # fields of a config.json that are read here, their types
@@ -57,15 +58,14 @@ def _field_problem(name, value) -> str | None:
         return "is no dtype of torch, e.g. 'bfloat16'"
     if name == "architectures" and not all(isinstance(word, str) for word in value):
         return "must be a list of names, e.g. ['LlamaForCausalLM']"
+    if name == "proposal_methods" and not all(isinstance(method, dict) for method in value):
+        return "must be a list of objects, e.g. [{'proposal_type': 'greedy', 'speculative_tokens': 3}]"
     return None
 
 
-def check_field_types(
-    config: dict[str, Any],  # of a config.json, of any model
-    where: str = "",  # written before a field's name in the message
-) -> None:
-    """The fields that this library reads have their types, in the blocks within as well.
-    Errors: ValueError naming the field and its value."""
+def check_field_types(config: dict[str, Any], where: str = "") -> None:
+    """The fields of any model's config.json that this library reads have their types, in the blocks within as well.
+    Errors: ValueError naming the field, after `where`, and its value."""
     for name, value in config.items():
         if name not in CHECKED_FIELDS or value is None:
             continue
@@ -75,13 +75,7 @@ def check_field_types(
             check_field_types(value, f"{where}{name}.")
         elif name == "proposal_methods":
             for i, method in enumerate(value):
-                place = f"{where}{name}.{i}"
-                if not isinstance(method, dict):
-                    raise ValueError(
-                        f"{place}={shown(method)}: must be an object, e.g. {{'proposal_type': "
-                        f"'greedy', 'speculative_tokens': 3}}"
-                    )
-                check_field_types(method, f"{place}.")
+                check_field_types(method, f"{where}{name}.{i}.")
 
 
 LAYER_RULES = {  # of the fields of a decoder's config that are read here
@@ -108,11 +102,9 @@ ROPE_SCALES = {  # parameters of RoPE that mean nothing without a rope_type
 }
 
 
-def check_layers(
-    config: dict[str, Any],  # of a decoder
-    where: str = "",  # written before a field's name in the message
-) -> None:
-    "Refuse sizes that no layer can have. Errors: ValueError naming the field, its value and what it may be."
+def check_layers(config: dict[str, Any], where: str = "") -> None:
+    """Refuse sizes that no decoder layer can have. Errors: ValueError naming the field, after `where`, its value and
+    what it may be."""
     for name, rule in LAYER_RULES.items():
         if name in config and (problem := rule.problem(config[name])):
             raise ValueError(f"{where}{name}={shown(config[name])}: {problem}")
@@ -140,12 +132,9 @@ def check_layers(
         raise ValueError(f"{where}num_attention_heads={heads}: must divide hidden_size={hidden_size}, or give head_dim")
 
 
-def layer_config_from_dict(
-    config: PretrainedConfig | dict[str, Any],  # a decoder's: object or dict with `model_type`
-    family: str | None = None,  # of a dictionary without `model_type`; None: it must have one
-) -> PretrainedConfig:  # LlamaConfig, Qwen3Config, ...
-    """Make a transformers config from a dictionary by its `model_type`; an object is passed
-    through. Errors: ValueError naming the field."""
+def layer_config_from_dict(config: PretrainedConfig | dict[str, Any], family: str | None = None) -> PretrainedConfig:
+    """Make a transformers config of a decoder from a dictionary by its `model_type`, or by `family` where it has none;
+    an object is passed through. Errors: ValueError naming the field."""
     if isinstance(config, PretrainedConfig):
         check_layers(vars(config))
         return config
@@ -194,23 +183,16 @@ class VerifierConfig(ReloadableBaseModel):
     architectures: list[str] = Field(description="The verifier's model classes, as its own config.json names them.")
 
     @classmethod
-    def from_config(
-        cls,
-        config: PretrainedConfig,  # the verifier's config
-        name_or_path: str | None = "UNSET",  # name to record; "UNSET": the one in `config`
-    ) -> "VerifierConfig":  # what the drafter's config will say
-        "Describe a verifier by its loaded config."
+    def from_config(cls, config: PretrainedConfig, name_or_path: str | None = "UNSET") -> "VerifierConfig":
+        "Describe a verifier by its loaded config; `name_or_path` is recorded in place of the name in it."
         if name_or_path == "UNSET":
             name_or_path = config.name_or_path or None
         architectures = config.to_dict().get("architectures") or []
         return cls(name_or_path=name_or_path, architectures=architectures)
 
     @classmethod
-    def from_pretrained(
-        cls,
-        name_or_path: str | os.PathLike,  # the verifier's folder or hub id
-    ) -> "VerifierConfig":  # what the drafter's config will say
-        "Describe a verifier by its raw config.json; of a hub id nothing else is fetched."
+    def from_pretrained(cls, name_or_path: str | os.PathLike) -> "VerifierConfig":
+        "Describe a verifier, a folder or hub id, by its raw config.json; of a hub id nothing else is fetched."
         file = model_file(name_or_path)
         if not file.is_file():
             raise FileNotFoundError(
@@ -246,13 +228,8 @@ class SpeculatorsConfig(ReloadableBaseModel):
         return self
 
     @classmethod
-    def greedy(
-        cls,
-        algorithm: str,  # the drafter's `speculators_model_type`
-        speculative_tokens: int,  # drafted in a step
-        verifier_name_or_path: str | os.PathLike,  # its folder or hub id
-    ) -> "SpeculatorsConfig":  # with one proposal method
-        "The config of a freshly trained drafter: a greedy proposal of so many tokens."
+    def greedy(cls, algorithm: str, speculative_tokens: int, verifier_name_or_path: str | os.PathLike) -> Self:
+        "The config of a freshly trained drafter: a greedy proposal of so many tokens in a step."
         return cls(
             algorithm=algorithm,
             proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=speculative_tokens)],
@@ -282,18 +259,6 @@ def _hints(cls: type) -> dict[str, Any]:
 def _field_types(cls: type) -> dict[str, TypeAdapter]:
     "A pydantic validator for each of them."
     return {name: TypeAdapter(hint) for name, hint in _hints(cls).items()}
-
-
-@cache
-def _numbers(cls: type) -> set[str]:
-    "Fields that hold numbers, and no truth values, which Python takes for 0 and 1."
-
-    def kinds(hint):
-        inner = get_args(hint)
-        return set().union(*map(kinds, inner)) if inner else {hint}
-
-    fields = {name: kinds(hint) for name, hint in _hints(cls).items()}
-    return {name for name, has in fields.items() if {int, float} & has and bool not in has}
 
 
 # further fields that transformers takes for itself, in any config
@@ -366,7 +331,7 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
     def _checked(cls, name: str, value: Any) -> Any:
         if field_type := _field_types(cls).get(name):
             field = f"{cls.__name__}.{name}"
-            if isinstance(value, bool) and name in _numbers(cls):
+            if isinstance(value, bool) and holds_numbers(_hints(cls)[name]):
                 raise ValueError(f"{field}={value}: is a truth value, and must be a number")
             try:
                 value = field_type.validate_python(value)
@@ -400,9 +365,7 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
 
     def _plain(self, output: dict[str, Any]) -> dict[str, Any]:
         "With the parts that transformers does not serialize: shared block and layers."
-        output.pop("model_type", None)
-        output.pop("_name_or_path", None)
-        for name in (*OF_CLASSIFIERS, "_only_data"):
+        for name in ("model_type", "_name_or_path", "_only_data", *OF_CLASSIFIERS):
             output.pop(name, None)
         output |= copy.deepcopy(vars(self).get("_only_data", {}))
         for name, value in self.__dict__.items():
@@ -421,12 +384,8 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
         fields those that differ from their default."""
         return self._plain(super().to_diff_dict())
 
-    def to_json_file(
-        self,
-        json_file_path: str | os.PathLike,  # the file to write
-        use_diff: bool = True,  # leave out transformers' own fields that have their default
-    ):
-        "Write the config as JSON, atomically."
+    def to_json_file(self, json_file_path: str | os.PathLike, use_diff: bool = True):
+        "Write the config as JSON, atomically; `use_diff` leaves out transformers' own fields that have their default."
         with atomic_write(json_file_path) as temporary:
             temporary.write_text(self.to_json_string(use_diff=use_diff), encoding="utf-8")
 
@@ -506,12 +465,9 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
         return self.sizes.vocab_size
 
     @classmethod
-    def from_dict(
-        cls,
-        config_dict: dict[str, Any],  # the content of a config.json
-        **kwargs,  # passed on to transformers: overrides for fields, return_unused_kwargs
-    ) -> "SpeculatorModelConfig":  # an object of the class that `speculators_model_type` names
-        "Make the config that a dictionary describes. Errors: ValueError without a known `speculators_model_type`."
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs) -> "SpeculatorModelConfig":
+        """Make the config, of the class that `speculators_model_type` names, that the dictionary of a config.json
+        describes; `kwargs` are transformers': overrides for fields, return_unused_kwargs. Errors: ValueError."""
         target = _class_of(config_dict)
         if not issubclass(target, cls):
             name = config_dict["speculators_model_type"]
@@ -526,8 +482,8 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
         return super(SpeculatorModelConfig, target).from_dict(config, **kwargs)
 
     @property
-    def verifier_name(self) -> str:  # folder or hub id
-        "The verifier that the drafter was trained for. Errors: ValueError where none is named."
+    def verifier_name(self) -> str:
+        "Folder or hub id of the verifier that the drafter was trained for. Errors: ValueError where none is named."
         name = self.speculators_config and self.speculators_config.verifier.name_or_path
         if not name:
             raise ValueError(
@@ -573,23 +529,17 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
         check_folder(folder, name)
         return super().from_pretrained(folder, **kwargs)
 
-    def push_to_hub(
-        self,
-        repo_id: str,  # owner/model
-        **kwargs,  # passed on to transformers: token, private, revision, commit_message, …
-    ) -> Any:  # huggingface_hub's CommitInfo
-        "Upload config.json. Errors: OSError in one line: model, reason, remedy."
+    def push_to_hub(self, repo_id: str, **kwargs) -> Any:  # huggingface_hub's CommitInfo
+        """Upload config.json; `kwargs` are transformers': token, private, revision, commit_message, … Errors: OSError
+        in one line: model, reason, remedy."""
         with push_errors(repo_id):
             return super().push_to_hub(repo_id, **kwargs)
 
     # pydantic's names; all values are plain JSON values when dumped
     @classmethod
-    def model_validate(
-        cls,
-        obj: Any,  # a dictionary, or a config of this class; the class may name the type
-    ) -> Any:  # of this class or a registered subclass
-        """The config that a dictionary describes. Errors: TypeError for anything else;
-        ValueError for wrong values."""
+    def model_validate(cls, obj: Any) -> Any:  # of this class or a registered subclass
+        """The config that a dictionary describes; where that has no type, it is this class's. A config of this class is
+        passed through. Errors: TypeError for anything else; ValueError for wrong values."""
         if isinstance(obj, cls):
             return obj
         if not isinstance(obj, dict):
@@ -598,32 +548,20 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
         return cls.from_dict(({"speculators_model_type": own_type} if own_type else {}) | obj)
 
     @classmethod
-    def model_validate_json(
-        cls,
-        json_data: str | bytes,  # the content of a config.json
-    ) -> Any:  # as `model_validate`
+    def model_validate_json(cls, json_data: str | bytes) -> Any:
         "The config that a JSON text describes."
         return cls.model_validate(json.loads(json_data))
 
-    def model_dump(
-        self,
-        mode: str = "json",  # "json" or "python": the same values
-    ) -> dict[str, Any]:  # plain JSON values
-        "All fields as a plain dictionary."
+    def model_dump(self, mode: str = "json") -> dict[str, Any]:
+        "All fields as a plain dictionary of JSON values, whichever the mode."
         return self.to_dict()
 
-    def model_dump_json(
-        self,
-        indent: int | None = None,  # spaces a level; None: one line
-    ) -> str:
-        "All fields as JSON."
+    def model_dump_json(self, indent: int | None = None) -> str:
+        "All fields as JSON; None: in one line."
         return json.dumps(self.to_dict(), indent=indent)
 
-    def model_copy(
-        self,
-        update: dict[str, Any] | None = None,  # field -> value, checked as when it is set
-    ) -> Self:
-        "A deep copy."
+    def model_copy(self, update: dict[str, Any] | None = None) -> Self:
+        "A deep copy, with fields of it set to other values."
         other = copy.deepcopy(self)
         for name, value in (update or {}).items():
             setattr(other, name, value)

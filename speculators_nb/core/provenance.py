@@ -272,12 +272,8 @@ def git_commit() -> str | None:  # "1f2e3d4…", "-dirty" if tracked files diffe
     return described.stdout.strip() or None
 
 
-def provenance(
-    command: str,  # what ran: the name of the command or of the function
-    arguments: Mapping | None = None,  # its arguments; secrets are removed
-    inputs: Mapping | Iterable = (),  # files, folders, hub ids, addresses read: {role: path}, or paths alone
-) -> dict:  # JSON: generated_at, command, arguments, inputs, reproducibility
-    "What ran, with what, on what, in which versions."
+def provenance(command: str, arguments: Mapping | None = None, inputs: Mapping | Iterable = ()) -> dict:
+    "What ran, with what, on what, in which versions: a record of JSON, of what `write_provenance` is given."
     named = inputs.items() if isinstance(inputs, Mapping) else ((Path(p).name, p) for p in inputs)
     return {
         "generated_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -306,7 +302,7 @@ def write_provenance(
     output: str | os.PathLike,  # the folder or file that was made
     command: str,  # what ran: the name of the command or of the function
     arguments: Mapping | None = None,  # its arguments; secrets are removed
-    inputs: Mapping | Iterable = (),  # {role: path}, or paths alone
+    inputs: Mapping | Iterable = (),  # files, folders, hub ids, addresses: {role: path}, or paths alone
     **results,  # what came out, e.g. rows=1000
 ) -> Path:  # the file that was written
     "Write the record beside an output, as a whole; an older record is kept in `earlier` (the last ten)."

@@ -12,17 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from pydantic_core import InitErrorDetails, PydanticCustomError, core_schema
 
 from .files import NotSupported
-from .options import shown
-from .options import MOST_DRAFTED
+from .options import MOST_DRAFTED, shown
 
 _Class = TypeVar("_Class")
 
 
-def same_definition(
-    a: Any,  # a class or a function
-    b: Any,
-) -> bool:
-    "Whether one definition is the other, run again or exported."
+def same_definition(a: Any, b: Any) -> bool:
+    "Whether one class or function is the other, run again or exported."
     modules = {a.__module__, b.__module__}
     return a.__qualname__ == b.__qualname__ and (len(modules) == 1 or "__main__" in modules)
 
@@ -33,22 +29,16 @@ class ClassRegistryMixin:
     registry: ClassVar[dict[str, type]]  # of one base class
 
     @classmethod
-    def register(
-        cls,
-        name: str | None = None,  # the word that configs carry; None: the class's own name
-    ) -> Callable[[type[_Class]], type[_Class]]:  # a decorator that returns the class unchanged
-        "Decorator: enter a class in this base's table. Errors: ValueError for a name in use, or one that is no string."
+    def register(cls, name: str | None = None) -> Callable[[type[_Class]], type[_Class]]:
+        """Decorator: enter a class in this base's table, under the word that configs carry; None: the class's own name.
+        Errors: ValueError for a name in use, or one that is no string."""
         if name is not None and not isinstance(name, str):
             raise ValueError(f"register({name!r}): the name is a string, or left out")
         return lambda klass: cls.register_decorator(klass, name)
 
     @classmethod
-    def register_decorator(
-        cls,
-        klass: type[_Class],  # the class to enter
-        name: str | None = None,  # the word that configs carry; None: the class's own name
-    ) -> type[_Class]:  # `klass`
-        """Enter `klass` as `name`. The same class (by its qualified name) may come again, as
+    def register_decorator(cls, klass: type[_Class], name: str | None = None) -> type[_Class]:  # `klass`
+        """Enter `klass` as `name`, as `register` does. The same class (by its qualified name) may come again, as
         when a notebook cell is run twice; where both a notebook and the module exported from it
         define it, the module's is registered. Errors: TypeError for what is no class."""
         if not isinstance(klass, type):
@@ -91,11 +81,8 @@ class ClassRegistryMixin:
                 importlib.import_module(module.name)
 
     @classmethod
-    def registered_class(
-        cls,
-        name: str,  # the word that a config carries
-    ) -> type:  # the class that registered as `name`
-        "Look a name up; an unknown one raises `ValueError` with the known ones."
+    def registered_class(cls, name: str) -> type:
+        "The class that registered as `name`. Errors: ValueError with the known names."
         if name not in cls.registry:
             raise ValueError(
                 f"{cls.__name__}: {name!r} is not registered. Known: {', '.join(sorted(cls.registry)) or 'none'}. If "
@@ -104,11 +91,8 @@ class ClassRegistryMixin:
         return cls.registry[name]
 
 
-def explain(
-    error: ValidationError,  # of pydantic
-    *where: str,  # names that come before the field's
-) -> str:  # one line
-    "What is wrong, where, and what was given there."
+def explain(error: ValidationError, *where: str) -> str:  # one line
+    "What is wrong, in which field (`where`: names before the field's), and what was given there."
 
     def one(e):
         place = ".".join(map(str, (*where, *e["loc"])))
@@ -141,18 +125,14 @@ class FieldError(ValidationError):
     __repr__ = __str__
 
 
-def no_truth_for_a_number(
-    cls: type[BaseModel],  # whose fields are given
-    fields: Any,  # name -> value, before they are checked
-) -> Any:  # the same
-    "Errors: ValueError naming a field of numbers that is True or False."
-    for name, value in fields.items() if isinstance(fields, dict) else ():
-        if isinstance(value, bool) and name in cls.model_fields:
-            annotation = cls.model_fields[name].annotation
-            kinds = get_args(annotation) or (annotation,)
-            if {int, float} & {*kinds} and bool not in kinds:
-                raise ValueError(f"{name}={value}: is a truth value, and must be a number")
-    return fields
+def holds_numbers(hint: Any) -> bool:
+    "Whether a type is one of numbers, and not of truth values, which Python takes for 0 and 1."
+
+    def kinds(hint):
+        inner = get_args(hint)
+        return set().union(*map(kinds, inner)) if inner else {hint}
+
+    return bool({int, float} & kinds(hint)) and bool not in kinds(hint)
 
 
 class ReloadableBaseModel(BaseModel):
@@ -177,7 +157,11 @@ class ReloadableBaseModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _no_truth_for_a_number(cls, fields):
-        return no_truth_for_a_number(cls, fields)
+        for name, value in fields.items() if isinstance(fields, dict) else ():
+            field = cls.model_fields.get(name)
+            if isinstance(value, bool) and field and holds_numbers(field.annotation):
+                raise ValueError(f"{name}={value}: is a truth value, and must be a number")
+        return fields
 
     @classmethod
     def reload_schema(cls):

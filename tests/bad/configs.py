@@ -494,7 +494,7 @@ DRAFTS = {  # config.json of a foreign draft
     "a block that is text": ('{"speculators_config": "x"}', "config.json: speculators_config='x': must be an object"),
     "methods of numbers": (
         '{"speculators_config": {"proposal_methods": [3]}}',
-        "speculators_config.proposal_methods.0=3: must be an object",
+        r"speculators_config.proposal_methods=\[3\]: must be a list of objects",
     ),
     "a number as text": ('{"n_predict": "2"}', "config.json: n_predict='2': must be a whole number"),
     "architectures of numbers": (
