@@ -49,19 +49,19 @@ def time_left(most: float = math.inf) -> float:
     return left
 
 
-class ReplyTooLarge(ValueError):
-    "A reply that does not end."
+class BadReply(ValueError):
+    "A reply that does not end, or is not what a server writes."
 
 
 def read_reply(response: httpx.Response, largest: int = LARGEST) -> bytes:
-    """Read a body to its end, decompressed. ReplyTooLarge: it is larger than `largest` bytes; httpx.ReadTimeout: as of
+    """Read a body to its end, decompressed. BadReply: it is larger than `largest` bytes; httpx.ReadTimeout: as of
     `time_left`. The rest is not read."""
     parts, size = [], 0
     for part in response.iter_bytes():
         parts.append(part)
         size += len(part)
         if size > largest:
-            raise ReplyTooLarge(f"the reply is larger than {largest >> 20} MiB")
+            raise BadReply(f"the reply is larger than {largest >> 20} MiB")
         time_left()
     return b"".join(parts)
 
@@ -72,16 +72,6 @@ log = logging.getLogger(__name__)
 def _key(variable):
     "What the environment holds now; it is not stored."
     return os.environ.get(variable or "", "").strip()
-
-
-class _Bearer(httpx.Auth):
-    def __init__(self, variable):
-        self.variable = variable
-
-    def auth_flow(self, request):
-        if _key(self.variable):
-            request.headers["Authorization"] = f"Bearer {_key(self.variable)}"
-        yield request
 
 
 def _is_local(host):
@@ -172,10 +162,6 @@ def _read_answer(method, response, data) -> _Reply:
     return _Reply(answer)
 
 
-class _NotAPiece(Exception):
-    "A line of a stream that is not what a server writes."
-
-
 def _excerpt(data):
     return repr(data[:100].decode("utf-8", "replace"))
 
@@ -187,12 +173,12 @@ def _lines(response):
         *lines, rest = (rest + part).split(b"\n")
         yield from lines
         if len(rest) > LARGEST >> 4:
-            raise _NotAPiece(f"a piece is larger than {LARGEST >> 24} MiB")
+            raise BadReply(f"a piece is larger than {LARGEST >> 24} MiB")
     yield rest
 
 
 def _pieces(response):
-    "The objects of a stream. Errors: _NotAPiece for another line, and for a stream that ends before its answer does."
+    "The objects of a stream. Errors: BadReply for another line, and for a stream that ends before its answer does."
     complete = False
     for line in _lines(response):
         text = line.removeprefix(b"data:").strip()
@@ -204,15 +190,15 @@ def _pieces(response):
         try:
             piece = json.loads(text)
         except (ValueError, RecursionError):
-            raise _NotAPiece(f"a piece is not JSON: {_excerpt(line)}") from None
+            raise BadReply(f"a piece is not JSON: {_excerpt(line)}") from None
         if not isinstance(piece, dict):
-            raise _NotAPiece(f"a piece is no JSON object: {_excerpt(text)}")
+            raise BadReply(f"a piece is no JSON object: {_excerpt(text)}")
         choices = piece.get("choices")
         for choice in choices if isinstance(choices, list) else ():  # the last one says why the answer has ended
             complete = complete or (isinstance(choice, dict) and bool(choice.get("finish_reason")))
         yield piece
     if not complete:
-        raise _NotAPiece("the server broke off: the stream ended before the answer did")
+        raise BadReply("the server broke off: the stream ended before the answer did")
 
 
 class Endpoint:
@@ -235,7 +221,7 @@ class Endpoint:
         self.timeout = timeout
         self.tries = tries
         self._client = httpx.Client(
-            auth=_Bearer(api_key_env),
+            auth=self._sign,
             proxy=proxy_for(parsed),
             verify=httpx.create_ssl_context(),  # with the certificates that SSL_CERT_FILE names
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
@@ -248,6 +234,11 @@ class Endpoint:
 
     def __reduce__(self):
         return type(self), (self.url, self.api_key_env, self.timeout, self.tries)
+
+    def _sign(self, request):
+        if key := _key(self.api_key_env):
+            request.headers["Authorization"] = f"Bearer {key}"
+        return request
 
     def _clean(self, text):
         key = _key(self.api_key_env)
@@ -264,7 +255,7 @@ class Endpoint:
                 data = read_reply(response)
         except httpx.HTTPError as e:
             return _Reply(trouble=self._clean(_trouble(e)))
-        except ReplyTooLarge as e:
+        except BadReply as e:
             return _Reply(trouble=str(e), status=200)
         reply = _read_answer(method, response, data)
         return reply._replace(trouble=reply.trouble and self._clean(reply.trouble))
@@ -286,7 +277,7 @@ class Endpoint:
             return
         except httpx.HTTPError as e:
             trouble = _trouble(e)
-        except (_NotAPiece, ReplyTooLarge) as e:
+        except BadReply as e:
             trouble = str(e)
         raise EndpointError(self._clean(f"{what}: {trouble}"))
 
