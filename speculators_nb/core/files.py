@@ -98,12 +98,10 @@ def _refused(e: Exception, path: Path) -> tuple[int, Path] | None:
 
 
 @contextlib.contextmanager
-def disk_errors(
-    path: str | os.PathLike,  # the file or folder that is written, for the message
-    kept: str = "",  # what is not lost, for the message: "3 of 10 rows are complete and kept"
-) -> Iterator[None]:
-    """Raise `DiskError` for what Python's, safetensors', torch's, NumPy's and Arrow's writers
-    raise when the disk refuses. Everything else passes as it is."""
+def disk_errors(path: str | os.PathLike, kept: str = "") -> Iterator[None]:
+    """Raise `DiskError` for what Python's, safetensors', torch's, NumPy's and Arrow's writers of a file or folder raise
+    when the disk refuses; it says what is not lost: "3 of 10 rows are complete and kept". Everything else passes as it
+    is."""
     try:
         yield
     except DiskError as e:
@@ -163,20 +161,16 @@ def writable_folder(folder: str | os.PathLike) -> Path:
 
 
 def _sync(path: Path):
-    "Have the kernel write `path` (a file or a folder) through to the disk."
-    fd = os.open(path, os.O_RDONLY)
+    """Have the kernel write a file, or the names in a folder, through to the disk. Some file systems cannot sync a
+    folder, and one may be writable without being readable."""
     try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _sync_name(folder: Path):
-    "The same for names in a folder; some file systems cannot, and a folder may be writable without being readable."
-    try:
-        _sync(folder)
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
     except OSError as e:
-        if e.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF):
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EACCES, errno.EBADF) or not path.is_dir():
             raise
 
 
@@ -197,7 +191,7 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
             _set_mode(temporary, mode)
             _sync(temporary)
             os.replace(temporary, path)
-            _sync_name(path.parent)
+            _sync(path.parent)
     except BaseException:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
@@ -243,7 +237,7 @@ def _take_place(new: Path, path: Path, aside: Path | None):
         if aside and aside.exists():
             os.rename(aside, path)
         raise
-    _sync_name(path.parent)
+    _sync(path.parent)
 
 
 MOST_JSON = 1 << 28  # bytes of a config, an index or a record
