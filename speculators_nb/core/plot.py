@@ -237,8 +237,7 @@ def plot_ranges(
     for ax, (by, rows) in zip(axes[0], panels):
         names = list(dict.fromkeys(rows.range))
         for i, (name, t) in enumerate(lines):
-            own = rows[rows.drafter == name]
-            own = own[own.temperature == t] if "temperature" in own else own
+            own = rows[(rows.drafter == name) & (rows.temperature == t)]
             shift = (i - (len(lines) - 1) / 2) * 0.06
             x = np.array([names.index(r) for r in own.range]) + shift
             label = f"{name}, T={t:g}" if hottest else name
@@ -408,10 +407,8 @@ def plot_tree(
             colour, width = (fill, 2.5) if kept else ("#aaaaaa", 1)
             ax.plot(x, y, zorder=1, color=colour, linewidth=width)
             if weights is not None:
-                place, text = (
-                    (x @ [1 / 3, 2 / 3], y @ [1 / 3, 2 / 3]),
-                    f"{float(weights[node]):.2f}",
-                )
+                place = x @ [1 / 3, 2 / 3], y @ [1 / 3, 2 / 3]
+                text = f"{float(weights[node]):.2f}"
                 ground = dict(fc="white", ec="none", pad=0.5)
                 ax.text(*place, text, fontsize=7, zorder=2, bbox=ground, **centred)
         box = dict(boxstyle="round,pad=0.3", fc=fill if kept else "#eeeeee", ec="none")
