@@ -113,12 +113,12 @@ def test_what_is_a_model_of_others(tmp_path, files, model):
 
 def stage_of(output, **values):
     values = dict(verifier="V", data="chats.jsonl", output_dir=output) | values
-    return Stage("features", "features", values, output)
+    return Stage("features", "features", values, output, cli.app.functions["features"])
 
 
 @pytest.mark.parametrize("recorded", ["nothing", "outdated", "elsewhere", "begun here"])
 def test_a_run_removes_nothing_that_it_did_not_make(tmp_path, recorded):
-    out, function = tmp_path / "photos", cli.app.functions["features"]
+    out = tmp_path / "photos"
     out.mkdir()
     (out / "cat.jpg").write_text("a cat")
     stage, record = stage_of(out), RunRecord(tmp_path)
@@ -132,9 +132,9 @@ def test_a_run_removes_nothing_that_it_did_not_make(tmp_path, recorded):
     assert not record.is_fresh(stage)
     again = Planned(stage, "will run again", "data has changed")
     with pytest.raises(FileExistsError, match="holds what this run did not make"):
-        arguments_for(again, function, "arguments" in record.entry(stage), fresh=record.is_fresh(stage))
+        arguments_for(again, "arguments" in record.entry(stage), fresh=record.is_fresh(stage))
     assert (out / "cat.jpg").exists()
-    (planned,) = plan_of([stage], record, cli.app.functions)
+    (planned,) = plan_of([stage], record)
     known = {"outdated": "will run again", "begun here": "will continue"}
     assert planned.state == known.get(recorded, "will reuse")
 
@@ -148,7 +148,7 @@ def test_a_run_removes_what_it_made(tmp_path):
     record.begin(stage, [])  # continued
     again = Planned(stage, "will run again", "")
     assert record.is_fresh(stage)
-    arguments_for(again, cli.app.functions["features"], True, fresh=True)
+    arguments_for(again, True, fresh=True)
     assert not out.exists()
 
 

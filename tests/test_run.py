@@ -67,7 +67,7 @@ def states(folder, monkeypatch, recipe=RECIPE):
     monkeypatch.chdir(folder)
     (folder / "recipe.yaml").write_text(recipe)
     stages, _ = stages_of("recipe.yaml", cli.app.functions, cli.app.outputs)
-    return {p.stage.name: p.state for p in plan_of(stages, RunRecord(Path("out")), cli.app.functions)}
+    return {p.stage.name: p.state for p in plan_of(stages, RunRecord(Path("out")))}
 
 
 @pytest.fixture(scope="module")

@@ -221,7 +221,7 @@ def test_recipes_and_runs_take_several_servers(tmp_path, capsys):
         read_recipe(file, "evaluate", cli.app.functions)
     with pytest.raises(ValueError, match="is no address of a server"):
         check_options({"server": ["http://a:1", "b:1"]}, "train")
-    stage = Stage("features", "features", values, Path("o"))
+    stage = Stage("features", "features", values, Path("o"), cli.app.functions["features"])
     text = servers_text([Planned(stage, "will run", "")])
     assert [line.split()[1] for line in text.splitlines()[2:]] == two
     assert "--port 9 --run" in text and "--port 11 --run" in text

@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from ..core.files import atomic_write, read_object, writable_folder
+from ..core.files import atomic_write, read_object
 from ..core.options import HERE, shown, typed
 from ..core.provenance import identify, without_secrets
 from .own_drafters import loads_drafters
@@ -36,6 +36,7 @@ class Stage(NamedTuple):
     command: str
     values: dict  # every argument
     output: Path | None  # folder or file that it writes; None: it prints
+    function: Callable  # of the command
 
 
 def same_place(a: str | os.PathLike, b: str | os.PathLike) -> bool:
@@ -110,7 +111,7 @@ def stages_of(
         output = values.get(outputs.get(command) or "")
         if command == "vocab" and output is None:
             output = values["data_dir"]
-        stage = Stage(name, command, values, Path(output) if output else None)
+        stage = Stage(name, command, values, Path(output) if output else None, commands[command])
         _check_place(path, stage, stages)
         stages.append(stage)
     if not stages:
@@ -241,9 +242,9 @@ class RunRecord:
         self.write()
 
 
-def changes_of(stage: Stage, entry: Mapping, function: Callable) -> list[str]:
+def changes_of(stage: Stage, entry: Mapping) -> list[str]:
     "What differs between the record of a stage and the recipe."
-    defaults = inspect.signature(function).parameters
+    defaults = inspect.signature(stage.function).parameters
     new, old, changed = recipe_section(stage.values), entry["arguments"], []
     for name in {**new, **old}:
         default = defaults[name].default if name in defaults else None
@@ -269,13 +270,13 @@ class Planned(NamedTuple):
         return self.state.startswith("will")
 
 
-def _planned(stage, entry, function, remade) -> Planned:
+def _planned(stage, entry, remade) -> Planned:
     "What is to be done for one stage, and why."
     there = stage.output is not None and is_there(stage.output)
     if stage.output is not None and not there:
         return Planned(stage, "will run", f"{stage.output} is not there")
     follows = [entry["outdated"]] if "outdated" in entry else [s.name for s in remade if depends_on(stage, s)]
-    changed = changes_of(stage, entry, function) if "arguments" in entry else []
+    changed = changes_of(stage, entry) if "arguments" in entry else []
     if follows and (there or entry.get("done")):
         return Planned(stage, "will run again", f"{follows[0]} is made again")
     if changed:
@@ -291,14 +292,14 @@ def _planned(stage, entry, function, remade) -> Planned:
     )
 
 
-def plan_of(stages: list[Stage], record: RunRecord, commands: Mapping[str, Callable]) -> list[Planned]:
+def plan_of(stages: list[Stage], record: RunRecord) -> list[Planned]:
     "What is to be done, stage by stage."
     planned, remade = [], []
     for stage in stages:
         if why := _not_here(stage):
             planned.append(Planned(stage, "skipped", why))
             continue
-        planned.append(_planned(stage, record.entry(stage), commands[stage.command], remade))
+        planned.append(_planned(stage, record.entry(stage), remade))
         if planned[-1].runs and planned[-1].state != "will reuse":
             remade.append(stage)
     return planned
@@ -329,8 +330,14 @@ def plan_text(planned: list[Planned]) -> str:
     return "\n".join("  ".join([*(text.ljust(w) for text, w in zip(row, widths)), row[3]]).rstrip() for row in rows)
 
 
-def refuse_overwriting(planned: list[Planned], overwrite: bool):
-    "Errors: FileExistsError where something that is there would be made again."
+def checked_plan(recipe: str | os.PathLike, stages: list[Stage], record: RunRecord, overwrite: bool) -> list[Planned]:
+    """Print the plan. Errors: ValueError where something that a stage reads is missing; FileExistsError where something
+    that is there would be made again."""
+    planned = plan_of(stages, record)
+    typer.echo(plan_text(planned) + servers_text(planned))
+    if problems := missing_inputs(stages, [p.stage for p in planned if p.runs]):
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise ValueError(f"{recipe}: {problems[0]}{more}")
     again = [p for p in planned if p.state == "will run again" and p.stage.output and not overwrite]
     if again:
         first, rest = again[0], ", ".join(p.stage.name for p in again[1:])
@@ -338,22 +345,6 @@ def refuse_overwriting(planned: list[Planned], overwrite: bool):
             f"{first.stage.name}: {first.stage.output} was made otherwise ({first.why}). Give --overwrite to make it "
             f"again{f', with {rest}' if rest else ''}; or name another folder in the recipe"
         )
-
-
-def checked_plan(
-    recipe: str | os.PathLike,
-    stages: list[Stage],
-    record: RunRecord,
-    commands: Mapping[str, Callable],
-    overwrite: bool = False,
-) -> list[Planned]:
-    "Print the plan. Errors: ValueError, FileExistsError where it cannot be carried out."
-    planned = plan_of(stages, record, commands)
-    typer.echo(plan_text(planned) + servers_text(planned))
-    if problems := missing_inputs(stages, [p.stage for p in planned if p.runs]):
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise ValueError(f"{recipe}: {problems[0]}{more}")
-    refuse_overwriting(planned, overwrite)
     return planned
 
 
@@ -411,15 +402,14 @@ def server_problem(stage: Stage) -> str | None:
     are named."""
     named = addresses(stage)
     silent = [address for address in named if not answers(address)]
-    if len(silent) < len(named):
-        for address in silent:
-            typer.echo(f"server={address!r} does not answer: {stage.name} begins without it")
-    if not silent or len(silent) < len(named):
-        return None
-    return (
-        f"server={', '.join(silent)!r} does not answer; start it in another terminal "
-        f"({serve_line(stage, silent[0])}), and run the same command again"
-    )
+    if silent and silent == named:
+        return (
+            f"server={', '.join(silent)!r} does not answer; start it in another terminal "
+            f"({serve_line(stage, silent[0])}), and run the same command again"
+        )
+    for address in silent:
+        typer.echo(f"server={address!r} does not answer: {stage.name} begins without it")
+    return None
 
 
 def servers_text(planned: list[Planned]) -> str:  # "": no stage that will run needs one
@@ -470,29 +460,24 @@ def in_child(perform: Callable, command: str, values: dict, sender: Any):
     os._exit(code)  # not a second time what the parent has registered for its end
 
 
-def start(perform: Callable, function: Callable, command: str, values: dict) -> tuple[Any, Any]:
-    "Start the process of a stage; what it printed comes through the connection."
-    import torch
-
-    fresh = torch.accelerator.is_available() or sys.platform != "linux"
-    if not fresh:
-        import_module(function.__module__)
-    context: Any = multiprocessing.get_context("spawn" if fresh else "fork")
-    receiver, sender = context.Pipe(duplex=False)
-    sys.stdout.flush()
-    process = context.Process(target=in_child, args=(perform, command, values, sender))
-    process.start()
-    sender.close()
-    return process, receiver
-
-
 class StageFailed(RuntimeError):
     "A stage has ended without its result."
 
 
-def wait_for_stage(process: Any, receiver: Any, name: str) -> tuple[int, str]:
-    """The exit code of a stage, and what it printed. Errors: StageFailed for a process that was killed;
-    KeyboardInterrupt once it has ended."""
+def in_process(perform: Callable, stage: Stage, values: dict) -> tuple[int, str]:
+    """Run a stage in a process of its own: its exit code, and what it printed. Errors: StageFailed for a process that
+    was killed; KeyboardInterrupt once it has ended."""
+    import torch
+
+    fresh = torch.accelerator.is_available() or sys.platform != "linux"
+    if not fresh:
+        import_module(stage.function.__module__)
+    context: Any = multiprocessing.get_context("spawn" if fresh else "fork")
+    receiver, sender = context.Pipe(duplex=False)
+    sys.stdout.flush()
+    process = context.Process(target=in_child, args=(perform, stage.command, values, sender))
+    process.start()
+    sender.close()
     text = ""
     try:
         with contextlib.suppress(EOFError):
@@ -506,7 +491,7 @@ def wait_for_stage(process: Any, receiver: Any, name: str) -> tuple[int, str]:
         raise KeyboardInterrupt
     if process.exitcode < 0:
         raise StageFailed(
-            f"{name}: its process was ended by signal {-process.exitcode} (9 is also what a "
+            f"{stage.name}: its process was ended by signal {-process.exitcode} (9 is also what a "
             "machine does that is out of memory); run the same command again to continue"
         )
     return process.exitcode, text
@@ -515,11 +500,11 @@ def wait_for_stage(process: Any, receiver: Any, name: str) -> tuple[int, str]:
 FINDINGS = "check", "doctor"  # exit code 1 is a finding, and the run goes on
 
 
-def arguments_for(planned: Planned, function: Callable, begun: bool, fresh: bool) -> dict:
+def arguments_for(planned: Planned, begun: bool, fresh: bool) -> dict:
     """The arguments of a stage, with what is to become of its output. What a command cannot
     replace by itself is removed. Errors: FileExistsError where that is not the stage's own."""
-    stage, takes = planned.stage, inspect.signature(function).parameters
-    values = dict(stage.values)
+    stage, values = planned.stage, dict(planned.stage.values)
+    takes = inspect.signature(stage.function).parameters
     if planned.state in ("will continue", "will reuse"):
         if "resume" in takes:
             values["resume"] = True
@@ -540,26 +525,9 @@ def arguments_for(planned: Planned, function: Callable, begun: bool, fresh: bool
     return values
 
 
-@contextlib.contextmanager
-def alone_in(folder: Path):
-    "Errors: BlockingIOError where another run, or a stage that survived one, is at work."
-    from filelock import FileLock, Timeout
-
-    writable_folder(folder)
-    lock = FileLock(folder / ".run.lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        raise BlockingIOError(f"{folder}: another run is at work there; wait for it, or end it") from None
-    try:
-        yield
-    finally:
-        lock.release()
-
-
-def run_stage(planned, stages, record, commands, perform):
+def run_stage(planned, stages, record, perform):
     "Run one stage to its end, and note it."
-    stage, function = planned.stage, commands[planned.stage.command]
+    stage = planned.stage
     after = [s for s in stages[stages.index(stage) + 1 :] if depends_on(s, stage)]
     if problem := server_problem(stage):
         if after or stage.command != "evaluate":
@@ -567,13 +535,12 @@ def run_stage(planned, stages, record, commands, perform):
         record.skip(stage, problem)
         typer.echo(f"skipped: {problem}")
         return
-    values = arguments_for(planned, function, begun="arguments" in record.entry(stage), fresh=record.is_fresh(stage))
+    values = arguments_for(planned, begun="arguments" in record.entry(stage), fresh=record.is_fresh(stage))
     reused = stage.output if planned.state == "will reuse" else None
     before = reused and identify(reused)
     record.begin(stage, [] if reused else after)
     began = time.monotonic()
-    process, receiver = start(perform, function, stage.command, values)
-    code, text = wait_for_stage(process, receiver, stage.name)
+    code, text = in_process(perform, stage, values)
     if code and not (stage.command in FINDINGS and code == 1):
         raise StageFailed(
             f"{stage.name}: ended with exit code {code}; mend what it says, and run the same "
@@ -596,23 +563,26 @@ def run_recipe(
     imports: list[str] | None = None,  # modules and files that register drafters
 ) -> list[str]:  # stages that have run
     """Run every section of a recipe. Errors: ValueError for a recipe that cannot run;
-    FileExistsError for an output that would be replaced; StageFailed."""
+    FileExistsError for an output that would be replaced; BlockingIOError where another run, or a stage that survived
+    one, is at work; StageFailed."""
+    from ..jobs.shared_output import share_writer
+
     stages, own = stages_of(recipe, commands, outputs, imports)
     folder = output_dir or folder_of(stages, own)
-    planned = checked_plan(recipe, stages, RunRecord(folder), commands, overwrite)
+    planned = checked_plan(recipe, stages, RunRecord(folder), overwrite)
     page = folder / "report.html"
     if dry_run or (page.is_file() and not any(p.runs for p in planned)):
         return []
     ran = []
-    with alone_in(folder):
+    with share_writer(folder, folder / ".run"):
         record = RunRecord(folder)
         for i, stage in enumerate(stages):
-            next_one = plan_of(stages, record, commands)[i]
+            next_one = plan_of(stages, record)[i]
             if next_one.state == "skipped":
                 record.skip(stage, next_one.why)
             if next_one.runs:
                 typer.echo(f"\n[{i + 1}/{len(stages)}] {stage.name}: {next_one.state}")
-                run_stage(next_one, stages, record, commands, perform)
+                run_stage(next_one, stages, record, perform)
                 if record.stages[stage.name].get("done"):
                     ran.append(stage.name)
         report = import_module("speculators_nb.report.run_report")  # pandas, matplotlib
