@@ -30,7 +30,7 @@ from ..verifier.folders import (
     refuse_overwriting,
     refuse_own,
 )
-from .recipe import import_first, read_plain, spelt, with_files_beside
+from .recipe import import_first, read_plain, spelt
 
 
 def check_features(data_dir: str | os.PathLike, verifier: str | None = None):
@@ -189,15 +189,7 @@ def _training_arguments(values, algorithm, where) -> dict[str, Any]:
 
 def _read_fields(path) -> dict[str, Any]:
     "The fields of an experiment's file, each by its rule; what `import` names is imported. Errors: ValueError."
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"file={shown(str(path))}: no such file; an experiment is a YAML or JSON file with settings or a grid"
-        )
-    content = read_plain(path)
-    if not isinstance(content, dict):
-        what = "is empty" if content is None else f"holds a {type(content).__name__}"
-        raise ValueError(f"{path}: {what}, expected a mapping with settings, or a grid")
-    fields = spelt(content, f"{path}: ")
+    fields = spelt(read_plain(path, "experiment", "settings, or a grid"), f"{path}: ")
     for name, value in fields.items():
         if name not in FIELDS:
             raise ValueError(f"{path}: {name}={shown(value)}: an experiment has no such field. {near(name, FIELDS)}")
@@ -207,21 +199,21 @@ def _read_fields(path) -> dict[str, Any]:
             f"{path}: settings, grid: {what}; write settings: {{NAME: {{OPTION: VALUE}}}}, or "
             "grid: {OPTION: [VALUE, VALUE]}"
         )
-    with_files_beside(path, fields)
-    import_first(path, {"import": fields.get("import", [])})
+    modules = {"import": fields.get("import", [])}
+    import_first(path, modules)
     rules = {name: value for name, value in fields.items() if f"experiment.{name}" in IN}
     try:
         check_options(dict(algorithm=fields.get("algorithm", FIRST_CHOICE)) | rules, "experiment")
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from None
-    return fields
+    return fields | modules
 
 
 def read_experiment_file(path: str | os.PathLike) -> ExperimentFile:
     """Read and check the file of an experiment; what `import` names is imported. Errors:
     FileNotFoundError, ValueError naming the field, its value and what to write."""
     fields, where = _read_fields(Path(path)), f"{path}: "
-    algorithm, modules = fields.get("algorithm", FIRST_CHOICE), fields.get("import", [])
+    algorithm = fields.get("algorithm", FIRST_CHOICE)
     kind = "grid" if "grid" in fields else "settings"
     if not fields[kind]:
         raise ValueError(f"{where}{kind}={{}}: is empty")
@@ -249,7 +241,7 @@ def read_experiment_file(path: str | os.PathLike) -> ExperimentFile:
         factors=factors,
         common=common,
         given={name: fields[name] for name in (*SIZES, *DATA) if name in fields},
-        modules=[modules] if isinstance(modules, str) else modules,
+        modules=fields["import"],
     )
 
 
@@ -271,6 +263,9 @@ def _check_drafter(folder):
         check_folder(folder)
 
 
+RESULTS = {"evaluate": EVALUATION, "calibrate": CALIBRATION, "compare": COMPARISON, "doctor": DIAGNOSIS}
+
+
 def _check_new(values, command):
     "Errors: FileExistsError or ValueError for an output that would replace another, or what it is made from."
     output, overwrite = values.get("output_dir"), values.get("overwrite", False)
@@ -278,20 +273,13 @@ def _check_new(values, command):
         new_folder(values["out"] if command == "stitch-mtp" else output)
         return
     refuse_model(output, drafters=command == "features")
+    refuse_overwriting(output, overwrite, RESULTS.get(command, ()))
     match command:
         case "serve":
             refuse_model(values.get("hidden_states"), "hidden_states")
         case "train":
             resume = pairs(values.get("extra")).get("resume_from_checkpoint", values.get("resume"))
             check_output_dir(output, overwrite, resume)
-        case "evaluate":
-            refuse_overwriting(output, overwrite, EVALUATION)
-        case "calibrate":
-            refuse_overwriting(output, overwrite, CALIBRATION)
-        case "compare":
-            refuse_overwriting(output, overwrite, COMPARISON)
-        case "doctor":
-            refuse_overwriting(output, overwrite, DIAGNOSIS)
         case "prepare":
             origin_of(output)
         case "demo" | "real":

@@ -7,7 +7,6 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
 
 # a command that takes one of these loads a drafter, or passes modules on to those that do
 LOADS = {"algorithm", "drafter", "checkpoint", "folder", "format", "import_"}
@@ -18,7 +17,7 @@ def loads_drafters(function: Callable) -> bool:
     return bool(LOADS & set(inspect.signature(function).parameters))
 
 
-def _file_module(given: str) -> ModuleType:
+def _import_file(given: str):
     "Import a file as a module of its name. Errors: FileNotFoundError, ValueError."
     file = Path(given).expanduser().absolute()
     if not file.is_file() or file.suffix != ".py":
@@ -26,7 +25,7 @@ def _file_module(given: str) -> ModuleType:
         raise FileNotFoundError(f"import={given!r}: {what}; name a .py file, or a module")
     name, there = file.stem, sys.modules.get(file.stem)
     if there is not None and getattr(there, "__file__", None) == str(file):
-        return there
+        return
     if there is not None or not name.isidentifier():
         why = "is imported already" if there is not None else "is no name in Python"
         raise ValueError(f"import={given!r}: a module {name!r} {why}; rename the file")
@@ -38,10 +37,9 @@ def _file_module(given: str) -> ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
-    return module
 
 
-def _named_module(given: str) -> ModuleType:
+def _import_module(given: str):
     "Import a module by its name. Errors: ModuleNotFoundError where Python finds none."
     try:
         found = all(map(str.isidentifier, given.split("."))) and importlib.util.find_spec(given)
@@ -52,18 +50,16 @@ def _named_module(given: str) -> ModuleType:
             f"import={given!r}: no such module; install it, put its folder into PYTHONPATH, or "
             "name its file: --import my_drafters.py"
         )
-    return importlib.import_module(given)
+    importlib.import_module(given)
 
 
-def import_drafters(names: str | Iterable[str]) -> list[ModuleType]:
+def import_drafters(names: Iterable[str]) -> None:
     """Import what registers drafters. Errors: FileNotFoundError, ModuleNotFoundError or
     ValueError naming a file or a module that is missing, or whose import fails."""
-    names = [names] if isinstance(names, str) else names
-    modules = []
     for given in names:
         is_file = given.endswith(".py") or re.search(r"[\\/]", given)
         try:
-            modules.append((_file_module if is_file else _named_module)(given))
+            (_import_file if is_file else _import_module)(given)
         except (Exception, SystemExit) as e:
             if str(e).startswith("import="):
                 raise
@@ -72,4 +68,3 @@ def import_drafters(names: str | Iterable[str]) -> list[ModuleType]:
                 f"import={given!r}: cannot be imported ({what}); mend it, and try it with "
                 "python; --traceback shows the place"
             ) from e
-    return modules

@@ -94,17 +94,13 @@ def _count(content, depth=0, seen=0) -> int:
     return seen
 
 
-def read_plain(path: Path):  # -> what it holds: of a recipe, or of an experiment
-    "The content of a file as plain data. Errors: FileNotFoundError, ValueError."
+def read_plain(path: Path, what: str, holds: str) -> dict:
+    "The mapping in a file as plain data; messages say what it is, and what it holds. FileNotFoundError, ValueError."
     if not path.is_file():
-        raise FileNotFoundError(
-            f"{path}: no such recipe. A recipe is a YAML or JSON file with a section for each command"
-        )
+        raise FileNotFoundError(f"{path}: no such {what}; it is a YAML or JSON file with {holds}")
     kind = "JSON" if path.suffix == ".json" else "YAML"
-    if path.stat().st_size > MOST_TEXT:
-        raise ValueError(
-            f"{path}: has {path.stat().st_size:,} bytes, a recipe at most {MOST_TEXT:,}; is this the file?"
-        )
+    if (size := path.stat().st_size) > MOST_TEXT:
+        raise ValueError(f"{path}: has {size:,} bytes, a recipe at most {MOST_TEXT:,}; is this the file?")
     try:
         text = path.read_text(encoding="utf-8")
         if kind == "YAML" and text.count("[") + text.count("{") > 1000:  # PyYAML takes minutes for some thousands
@@ -126,6 +122,9 @@ def read_plain(path: Path):  # -> what it holds: of a recipe, or of an experimen
         ) from None
     except ValueError as e:
         raise ValueError(f"{path}: not {kind} of a recipe ({e})") from None
+    if not isinstance(content, dict):
+        found = "is empty" if content is None else f"holds a {type(content).__name__}"
+        raise ValueError(f"{path}: {found}, expected a mapping with {holds}")
     return content
 
 
@@ -143,25 +142,9 @@ def spelt(mapping: Mapping, where: str) -> dict[str, Any]:
     return fields
 
 
-def with_files_beside(path: Path, fields: dict[str, Any]):
-    """A file that `import` of a recipe or of a section names is looked for beside the recipe, then in the working
-    folder."""
-    given = fields.get("import")
-    names = [given] if isinstance(given, str) else given
-    if isinstance(names, list) and all(isinstance(name, str) for name in names):
-        files = [path.parent / name for name in names]
-        found = [file.suffix == ".py" and file.is_file() for file in files]
-        if any(found):
-            fields["import"] = [str(file) if own else name for name, file, own in zip(names, files, found)]
-
-
 def _load(path: Path) -> dict:
     "The file as a dictionary; field names with underscores."
-    content = read_plain(path)
-    if not isinstance(content, dict):
-        what = "is empty" if content is None else f"holds a {type(content).__name__}"
-        raise ValueError(f"{path}: {what}, expected a mapping: shared values, and a section for each command")
-
+    content = read_plain(path, "recipe", "shared values, and a section for each command")
     fields = {}
     for name, value in spelt(content, f"{path}: ").items():
         if isinstance(value, dict):  # a section, named like its command
@@ -169,8 +152,6 @@ def _load(path: Path) -> dict:
             fields[section] = spelt(value, f"{path}: {section}.")
         else:
             fields[name] = value
-    for values in [fields, *(value for value in fields.values() if isinstance(value, dict))]:
-        with_files_beside(path, values)
     return fields
 
 
@@ -185,18 +166,14 @@ def fields_of(function: Callable) -> dict[str, object]:  # field -> type
     fields: dict[str, object] = {
         p.name: hints.get(p.name, p.annotation)
         for p in inspect.signature(function).parameters.values()
-        if p.kind is not p.VAR_KEYWORD and p.name != "import_"
+        if p.name != "import_"
     }
     return fields | ({"import": list[str]} if loads_drafters(function) else {})
 
 
 def _alternatives(kind) -> set:
     "The types of a union, or the one type."
-    return (
-        set(typing.get_args(kind))
-        if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union
-        else {kind}
-    )
+    return set(typing.get_args(kind)) if isinstance(kind, types.UnionType) else {kind}
 
 
 def _fitted(value, kind):
@@ -218,7 +195,7 @@ def _section(values: dict, kinds: Mapping, command: str, where: str) -> dict:
     fitted = {}
     for field, given in values.items():
         rule, value = rule_of(field, command) or rule_of(f"{field}_"), _fitted(given, kinds[field])
-        if rule and rule.kind == "list" and (rule.alone or field == "import") and isinstance(value, (str, int, float)):
+        if rule and rule.kind == "list" and rule.alone and isinstance(value, (str, int, float)):
             value = [value]
         # a file gives no objects of Python
         if rule and (problem := replace(rule, objects=False).problem(value)):
@@ -249,18 +226,23 @@ def _check_names(path, name, section, known):
             )
 
 
-def import_first(path: Path, content: Mapping):
-    "Import what registers drafters, which are words of options then. Errors name the recipe."
+def import_first(path: Path, content: dict):
+    """Import what registers drafters, which are words of options then. A file that `import` of a recipe or of a section
+    names is looked for beside the recipe, then in the working folder. Errors name the recipe."""
     sections = [(f"{n}.", v) for n, v in content.items() if isinstance(v, dict)]
     for where, values in [("", content), *sections]:
         names = values.get("import", [])
         names = [names] if isinstance(names, str) else names
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"{path}: {where}import={shown(names)}: must be a list of modules and .py files")
+        files = [path.parent / name for name in names]
+        names = [str(f) if f.suffix == ".py" and f.is_file() else name for f, name in zip(files, names)]
         try:
             import_drafters(names)
         except (ValueError, OSError, ImportError) as e:
             raise type(e)(f"{path}: {where}{e}") from e
+        if names:
+            values["import"] = names
 
 
 def _parts(path: Path, known: Mapping) -> tuple[dict, dict]:
@@ -297,20 +279,13 @@ def read_recipe(path: str | os.PathLike, command: str, commands: Mapping[str, Ca
     return _with_shared(path, command, known, shared, sections.get(command, {}))
 
 
-def _imports(*given) -> dict[str, list[str]]:
-    "The field `import`, if one of several mappings has it: all modules and files."
-    lists = [[g] if isinstance(g, str) else g for g in (g.get("import", ()) for g in given)]
-    names = list(dict.fromkeys(name for names in lists for name in names))
-    return {"import": names} if names else {}
-
-
 def resolve(function: Callable, flags: Mapping, recipe: Mapping | None = None) -> dict:
     """Flag before file before default. An argument that may be None is left out where the next
     one is missing: `evaluate [DRAFTER] DATA`. `import` is there if either names modules.
     ValueError names the argument that none gives."""
-    given = dict(recipe or {}) | dict(flags)
-    parameters = inspect.signature(function).parameters.values()
-    defaults = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
+    recipe = recipe or {}
+    given = {**recipe, **flags}
+    defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
     needed = [name for name, default in defaults.items() if default is inspect.Parameter.empty]
     kinds = fields_of(function)
     optional = [name for name in needed if type(None) in _alternatives(kinds[name])]
@@ -324,7 +299,8 @@ def resolve(function: Callable, flags: Mapping, recipe: Mapping | None = None) -
             )
     defaults |= dict.fromkeys(optional)
     values = {name: given.get(name, default) for name, default in defaults.items()}
-    return values | _imports(recipe or {}, flags)
+    modules = list(dict.fromkeys([*recipe.get("import", ()), *flags.get("import", ())]))
+    return values | ({"import": modules} if modules else {})
 
 
 def read_sections(path: str | os.PathLike, commands: Mapping[str, Callable]) -> dict[str, dict]:
@@ -336,9 +312,8 @@ def read_sections(path: str | os.PathLike, commands: Mapping[str, Callable]) -> 
     for name, section in sections.items():
         command = command_of(name)
         mine = _with_shared(path, command, known, shared, section)
-        parameters = inspect.signature(commands[command]).parameters.values()
-        for p in parameters:
-            if p.default is p.empty and p.kind is not p.VAR_KEYWORD and p.name not in mine:
+        for p in inspect.signature(commands[command]).parameters.values():
+            if p.default is p.empty and p.name not in mine:
                 raise ValueError(f"{path}: section {name}: {p.name} is missing; write {p.name}: … in it")
         sections[name] = resolve(commands[command], mine)
         try:

@@ -883,7 +883,7 @@ WRONG = [  # arguments that name something else than is wanted
         "none: neither a local folder nor a model|none",
     ),
     ("a demo without its corpus", "demo {here}/none", "unexpected extra argument.*demo takes options alone"),
-    ("no such experiment", "experiment {here}/none.yaml", "none.yaml'?: no such file; an experiment is a YAML"),
+    ("no such experiment", "experiment {here}/none.yaml", "none.yaml: no such experiment; it is a YAML"),
     ("a demo elsewhere", "demo --prompts {here}/none.jsonl", "none.jsonl: no such file"),
 ]
 
@@ -1070,7 +1070,7 @@ OWN_RECIPES = [
     ("no such file", "import: mine.py\ncheck: {folder: out}", "recipe.yaml: import='mine.py': no such file"),
     ("in a section", "check: {folder: out, import: [no_such]}", "recipe.yaml: check.import='no_such': no such module"),
     ("a switch", "import: true\ncheck: {folder: out}", "recipe.yaml: import=True: must be a list of modules"),
-    ("loads no drafter", "prepare: {import: json}", "prepare.import='json': the command prepare has no such field"),
+    ("loads no drafter", "prepare: {import: json}", "prepare.import=..json..: the command prepare has no such field"),
 ]
 CASES = [
     *_of_options(),
