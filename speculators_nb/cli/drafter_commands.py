@@ -259,21 +259,13 @@ def _load_method(drafter, options) -> Contender:
     return Contender(name, trained, config.depth, verifier, target, tokenizer)
 
 
-def _kind_of(drafter):
-    return SpeculatorModelConfig.from_pretrained(drafter).speculators_model_type
-
-
 def _what_is_served(drafter, options) -> tuple[str, dict[str, Any]]:
     "What `evaluate_engine` is given: a checkpoint or an address, and further arguments."
-    method, lengths = options["method"], options["k"]
     if server := options["server"]:
-        if drafter is None:
-            return server, {}
-        return server, dict(name=_kind_of(drafter))
-    names = ("verifier", "dtype", "max_model_len")
-    started: dict[str, Any] = {name: options[name] for name in names}
-    started["extra"] = options["extra"] or ()
-    started |= dict(method=method, k=_own_length(method, lengths) or None)
+        config = drafter and SpeculatorModelConfig.from_pretrained(drafter)
+        return server, dict(name=config and config.speculators_model_type)
+    started: dict[str, Any] = {name: options[name] for name in ("verifier", "dtype", "max_model_len", "method")}
+    started |= dict(extra=options["extra"] or (), k=_own_length(options["method"], options["k"]) or None)
     return (drafter, started) if drafter else (started.pop("verifier"), started)
 
 

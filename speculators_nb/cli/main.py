@@ -6,8 +6,9 @@ from typing import Any
 
 import typer
 
+from ..core.options import FIRST_CHOICE, check_options
 from .command import command, library, new_app, one_line
-from .run import run_recipe
+from .run import run_recipe, stages_of
 
 app = new_app(
     "speculators-nb",
@@ -36,17 +37,15 @@ def _chosen(n):
     )
 
 
-def _with_verifier(*words, verifier):
-    return (*words, "--verifier", verifier or "VERIFIER")
-
-
 regenerate = command(
     library("cli.data_commands", "regenerate"),
     str,
     app,
     group="Data",
     output="output",
-    then=lambda report, given: [_with_verifier("prepare", given["output"], "PREPARED", verifier=given["verifier"])],
+    then=lambda report, given: [
+        ("prepare", given["output"], "PREPARED", "--verifier", given["verifier"] or "VERIFIER")
+    ],
 )
 prepare = command(
     library("data.prepare", "prepare_data"),
@@ -54,7 +53,7 @@ prepare = command(
     app,
     name="prepare",
     group="Data",
-    then=lambda prepared, given: [_with_verifier("features", prepared.folder, "FEATURES", verifier=given["verifier"])],
+    then=lambda prepared, given: [("features", prepared.folder, "FEATURES", "--verifier", given["verifier"])],
 )
 features = command(
     library("cli.data_commands", "features"),
@@ -68,8 +67,6 @@ vocab = command(library("cli.data_commands", "vocab"), _chosen, app, group="Data
 
 
 def _trained(trainer):
-    if not trainer.args.should_save:
-        return  # the first rank reports
     from ..train.live_view import evaluation_table, header_line, row_line
 
     table, out = evaluation_table(trainer.state.log_history), trainer.args.output_dir
@@ -207,10 +204,9 @@ stitch_mtp = command(
     library("models.mtp_native", "stitch_mtp"), str, app, name="stitch-mtp", group="Checkpoints", output=None
 )
 
+# they report while they run
 demo = command(library("cli.demo", "demo"), lambda evaluation: None, app, group="All of it", output=None)
-real = command(
-    library("cli.demo", "real"), lambda evaluation: None, app, group="All of it", output=None
-)  # it reports while it runs
+real = command(library("cli.demo", "real"), lambda evaluation: None, app, group="All of it", output=None)
 
 
 def perform(name: str, values: dict):
@@ -249,12 +245,7 @@ def plan(
     """What a recipe needs: disk, memory of a training step, the time of each stage, servers; what
     does not fit, and the option that makes it fit. No stage is started, no weights are read. Without
     an option that describes a machine it is about this one."""
-    from ..core.options import FIRST_CHOICE, check_options
-    from .run import stages_of
-
-    own = dict(conversations=conversations, tokens_each=tokens_each, devices=devices)
-    own |= dict(memory=memory, disk=disk, tflops=tflops, mfu=mfu, bandwidth=bandwidth)
-    check_options(dict(recipe=recipe, verifier=verifier) | own, "plan")
+    check_options(locals(), "plan")
     stages = stages_of(recipe, app.functions, app.outputs)[0]
     # after a wrong recipe is refused: this imports torch
     from ..plan.requirements import GB, machine_of, requirements
