@@ -1,6 +1,7 @@
 "The command line: light, helpful, one line per mistake, and the same functions as in a notebook."
 
 import ast
+import gc
 import inspect
 import json
 import os
@@ -291,6 +292,19 @@ from speculators_nb.cli.main import app
 try: app({args!r})
 except SystemExit as e: print(e.code, sorted({{'torch', 'transformers', 'datasets', 'numpy'}} & set(sys.modules)))""")
         assert got.stdout.strip() == "2 []" and got.stderr.startswith("Error: ") and got.stderr.count("\n") == 1
+
+
+def test_nobody_looks_for_garbage_while_a_command_is_imported(monkeypatch):
+    looks = []
+
+    def imported(name):
+        looks.append(gc.isenabled())
+        raise ImportError(name)
+
+    monkeypatch.setattr("speculators_nb.cli.command.import_module", imported)
+    with pytest.raises(ImportError, match="draft_vocabulary"):
+        library("nn.draft_vocabulary", "load_vocab_mapping")()
+    assert looks == [False] and gc.isenabled()
 
 
 def test_ctrl_c_is_quiet():
