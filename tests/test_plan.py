@@ -20,12 +20,12 @@ from speculators_nb.evaluate.cost import count_flops
 from speculators_nb.lab.experiment import settings
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.plan import requirements as planning
+from speculators_nb.plan.disk import feature_bytes
 from speculators_nb.plan.requirements import GB, check_step_memory, shorter_row, training_step
 from speculators_nb.plan.sizes import (
     cache_bytes,
     drafter_sizes,
     empty_drafter,
-    feature_bytes,
     forward_flops,
     muon_flops,
     verifier_sizes,

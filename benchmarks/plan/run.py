@@ -21,8 +21,9 @@ from speculators_nb.lab.experiment import settings
 from speculators_nb.lab.shipped import shipped_data
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.nn.layers import draft_layer_config
+from speculators_nb.plan.disk import feature_bytes
 from speculators_nb.plan.requirements import GB, Machine, answering, requirements, requirements_text, serving
-from speculators_nb.plan.sizes import cache_bytes, empty_drafter, feature_bytes, forward_flops, verifier_sizes
+from speculators_nb.plan.sizes import cache_bytes, empty_drafter, forward_flops, verifier_sizes
 from speculators_nb.plan.step_memory import predicted_step
 from speculators_nb.serve.vllm_methods import ENGINES, method_of_types
 from speculators_nb.train.train_drafter import new_drafter

@@ -26,7 +26,7 @@ from ..jobs.shared_output import one_writer
 from ..nn.compiled import product_dtype
 from ..nn.draft_vocabulary import load_vocab_mapping, vocab_mapping_from_frequencies
 from ..nn.target_head import text_config, verifier_config
-from ..plan.requirements import features_on_disk, free_disk
+from ..plan.disk import features_on_disk, free_disk
 from ..regenerate.from_server import regenerate_from_server
 from ..regenerate.in_process import regenerate as answer_here
 from ..regenerate.journal import Report

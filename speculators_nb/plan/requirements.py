@@ -4,7 +4,6 @@ What does not fit is named, with the option that makes it fit. Of the verifier o
 import logging
 import math
 import os
-import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,54 +17,9 @@ from ..features.feature_rows import stored_dtype
 from ..nn.compiled import product_dtype
 from ..train.training_arguments import can_shard
 from ..verifier.identity import VerifierInfo
-from .sizes import DrafterSizes, cache_bytes, drafter_sizes, feature_bytes, forward_flops, empty_drafter, verifier_sizes
+from .disk import Disk, features_on_disk, free_disk
+from .sizes import DrafterSizes, cache_bytes, drafter_sizes, forward_flops, empty_drafter, verifier_sizes
 from .step_memory import RECOMPUTED, StepCost, StepMemory, predicted_step, step_memory
-
-HEADER = 400  # bytes of a row's file that are no numbers
-
-
-class Disk(NamedTuple):
-    "What features need, and what there is."
-
-    need: int  # bytes
-    free: float  # bytes; infinite: unknown
-    dtype: str  # of the stored states
-
-    @property
-    def fits(self) -> bool:
-        return self.need <= self.free
-
-    @property
-    def remedy(self) -> str:  # "": it fits
-        "The option that makes it fit."
-        if self.fits:
-            return ""
-        wide = stored_dtype(self.dtype).itemsize
-        share = self.free / self.need
-        cheaper = wide > 1 and share >= 1 / wide
-        option = "dtype: float8_e4m3fn" if cheaper else f"max_samples for {share:.0%} of the rows"
-        return f"{option}; or train on the prepared folder with a server, which writes nothing"
-
-
-def free_disk(folder: str | os.PathLike) -> int:
-    "Free bytes where a folder will be; it need not exist yet."
-    place = Path(folder).absolute()
-    place = next(parent for parent in (place, *place.parents) if parent.is_dir())
-    return shutil.disk_usage(place).free
-
-
-def features_on_disk(
-    tokens: int,  # of all rows
-    rows: int,
-    hidden_size: int,  # H
-    states: int,  # stored for a token
-    dtype: str,  # as stored
-    free: float = math.inf,  # bytes
-) -> Disk:
-    "What the features of some rows need."
-    token = feature_bytes(hidden_size, states, stored_dtype(dtype)) + 8  # and its id
-    return Disk(tokens * token + rows * HEADER, free, dtype)
-
 
 GB = 1e9
 

@@ -66,15 +66,6 @@ def verifier_sizes(config: PretrainedConfig) -> VerifierSizes:
     )
 
 
-def feature_bytes(
-    hidden_size: int,  # H
-    states: int = 4,  # stored for a token: the layers that are read, and the last
-    dtype: torch.dtype = torch.bfloat16,  # as stored
-) -> int:  # of one token
-    "Bytes of a token's features, on disk and in flight."
-    return states * hidden_size * dtype.itemsize
-
-
 def cache_bytes(sizes: VerifierSizes) -> int:
     "Bytes that a token takes in a KV cache in bfloat16."
     return 2 * sizes.layers * sizes.cache_width
