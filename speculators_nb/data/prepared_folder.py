@@ -18,7 +18,6 @@ from datasets import Dataset
 from ..core.checkpoints import load_pickle
 from ..core.files import read_object
 from ..core.options import check_options
-from ..core.plot import new_axes
 from ..nn.draft_vocabulary import save_vocab_mapping, vocab_mapping_from_frequencies
 from .chat_encoding import token_frequencies
 from .messages import brief
@@ -385,6 +384,8 @@ class Prepared(PreparedReport):
 
     def plot(self):  # -> a figure: lengths, and what the tokens are used for
         "Two panels: how long the rows are, and what their tokens are used for."
+        from ..core.plot import new_axes  # matplotlib, only to draw
+
         fig, (left, right) = new_axes(4.6, 2.8, 2)
         _plot_lengths(left, self)
         _plot_shares(right, self)

@@ -14,17 +14,15 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 import torch
-from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 
 from ..core.files import atomic_write
 from ..core.options import check_options
-from ..core.plot import plot_acceptance, plot_ranges
 from speculators_nb.decode.generate import (
     Generation,
     NoDrafter,
@@ -45,6 +43,11 @@ from speculators_nb.decode.step_counts import (
 from ..decode.tree import Drafter, Sampling
 from ..verifier.folders import EVALUATION
 from ..verifier.tapped_model import Verifier
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+else:
+    Figure = Any  # matplotlib is imported only to draw
 
 # %% ../../nbs/evaluate/01_acceptance.ipynb #6faf9519
 log = logging.getLogger(__name__)
@@ -300,6 +303,8 @@ class Evaluation:
     ) -> Figure:  # one panel for each temperature
         """Acceptance per position: bars unconditional, line conditional, whiskers the 95 %
         interval."""
+        from speculators_nb.core.plot import plot_acceptance  # matplotlib, only to draw
+
         best = self.summary[self.summary.domain == "all"].sort_values("mean_length").iloc[-1]
         found = (
             f"{best.drafter} goes furthest: {best.mean_length:.2f} tokens a step at "
@@ -316,6 +321,8 @@ class Evaluation:
         title: str | None = None,  # None: what the first drafter gains or loses
     ) -> Figure:  # one panel by output position, one by context length
         "Mean acceptance length over a text. Errors: ValueError where all steps share a range."
+        from speculators_nb.core.plot import plot_ranges  # matplotlib, only to draw
+
         return plot_ranges(self.compared_ranges(), title)
 
     def save(

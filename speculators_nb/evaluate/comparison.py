@@ -12,15 +12,13 @@ import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 
 from ..core.options import check_options
-from ..core.plot import plot_acceptance
 from ..decode.generate import Generation
 from ..decode.tree import Drafter
 from speculators_nb.evaluate.acceptance import (
@@ -38,6 +36,11 @@ from speculators_nb.evaluate.acceptance import (
 )
 from .engine import TABLES, EngineEvaluation, read_table
 from ..verifier.tapped_model import Verifier
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+else:
+    Figure = Any  # matplotlib is imported only to draw
 
 # %% ../../nbs/evaluate/04_comparison.ipynb #39733320
 def as_engine_counts(
@@ -195,6 +198,8 @@ class Comparison:
         title: str | None = None,  # None: how far the runs are apart
     ) -> Figure:  # one panel for each temperature
         "Acceptance per position of all runs, in the picture of the in-process evaluation."
+        from speculators_nb.core.plot import plot_acceptance  # matplotlib, only to draw
+
         table = self.positions.copy()
         table["drafter"] = table.run + ": " + table.drafter
         several = table.groupby("drafter")[["k", "concurrency"]].nunique().max()

@@ -14,18 +14,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 
 from ..core.files import atomic_write, read_object
 from ..core.http_client import Endpoint
 from ..core.options import check_options
-from ..core.plot import new_axes, plot_acceptance, plot_ranges
 from ..core.provenance import without_secrets, write_provenance
 from ..decode.step_counts import OUTPUT_EDGES, check_edges
 from ..serve.serve_command import accelerated, as_shell, find_verifier, read_config
@@ -37,6 +34,11 @@ from .guidellm import guidellm_command, replies_of, run_guidellm, write_dataset
 from .load import Load, Reply, performance, rows_of, run_load, steps_of
 from .prompts import Prompt, read_prompts
 from .vllm_metrics import PER_REQUEST, Meter
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+else:
+    Figure = Any  # matplotlib is imported only to draw
 
 TABLES = ("summary", "positions", "performance")
 MEASURED = {  # columns of each that are numbers in every row
@@ -114,6 +116,8 @@ def read_run(folder: str | os.PathLike) -> dict[str, Any]:
 def plot_engine_acceptance(positions: pd.DataFrame, summary: pd.DataFrame, title: str | None = None) -> Figure:
     """Acceptance per position, a panel for each temperature; title: None: the longest mean acceptance length. Errors:
     ValueError where nothing was drafted."""
+    from ..core.plot import plot_acceptance  # matplotlib, only to draw
+
     if positions.empty:
         raise ValueError("nothing was drafted in this run, so there is no acceptance to draw")
     table = _lightest(positions)
@@ -135,6 +139,10 @@ def _lightest(table):
 def plot_speed(performance: pd.DataFrame, title: str | None = None) -> Figure:
     """What drafting brings: throughput and time between tokens over draft length, a line per load; title: None: the
     best and its speed-up."""
+    import matplotlib.pyplot as plt  # only to draw
+
+    from ..core.plot import new_axes
+
     table = performance[performance.domain == "all"]
     loads = sorted(table.concurrency.unique())
     panels = {"tokens_per_second": "output tokens per second", "between_tokens_ms": "time between tokens, ms (median)"}
@@ -255,6 +263,8 @@ class EngineEvaluation:
         if len(ranges := self.compared_ranges()):
             with atomic_write(folder / "ranges.csv") as tmp:
                 ranges.to_csv(tmp, index=False)
+            from ..core.plot import plot_ranges  # matplotlib, only to draw
+
             _save_figure(plot_ranges(_lightest(ranges)), folder / "ranges.png")
         return folder
 

@@ -9,15 +9,16 @@ import signal
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import matplotlib.pyplot as plt
 import pandas as pd
-from matplotlib.figure import Figure
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
-from ..core.plot import look, new_axes, plot_loss
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+else:
+    Figure = Any  # matplotlib is imported only to draw
 
 SHOWN_POSITIONS = 3  # so that a row fits a terminal
 _ACCURACY = re.compile(r"eval_(full_acc|acc|accept|position)_(\d+)(_acc)?$")
@@ -122,6 +123,10 @@ def plot_runs(
     runs: Mapping[str, Any],  # name (may be empty) -> trainer, its output folder, or a `log_table`
 ) -> Figure:  # the losses, and the mean acceptance length where it was measured
     "Training runs laid over each other, one colour each."
+    import matplotlib.pyplot as plt  # here: most training draws nothing
+
+    from ..core.plot import look, new_axes, plot_loss
+
     tables = {name: _table_of(run) for name, run in runs.items()}
     log = pd.concat(table.assign(drafter=name) for name, table in tables.items())
     decoded = "eval_mean_length" in log
