@@ -37,6 +37,24 @@ print(json.dumps([m for m in ("matplotlib", "pandas", "datasets") if m in sys.mo
     assert probe(code) == []
 
 
+def test_a_command_imports_what_it_uses():
+    "One process, from the command that needs least: what is imported beside it in vain would make each start later."
+    unused = {
+        "cli.serving": "matplotlib pandas datasets speculators_nb.train speculators_nb.evaluate speculators_nb.lab",
+        "cli.data_commands": "matplotlib speculators_nb.train speculators_nb.plan.requirements",
+        "data.prepare": "matplotlib",
+        "cli.drafter_commands": "matplotlib ipywidgets IPython",
+    }
+    code = f"""import json, sys
+from importlib import import_module
+found = {{}}
+for module, names in {unused}.items():
+    import_module("speculators_nb." + module)
+    found[module] = [name for name in names.split() if name in sys.modules]
+print(json.dumps(found))"""
+    assert probe(code) == {module: [] for module in unused}
+
+
 @pytest.mark.parametrize("name", sorted(speculators_nb._public_names()))
 def test_public_name_resolves(name):
     value = getattr(speculators_nb, name)

@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from test_features_from_server import TRAIN, Fake, check, make_rows, make_verifier, wait_for
 
-from speculators_nb.cli import drafter_commands
 from speculators_nb.cli import main as cli
+from speculators_nb.cli import serving
 from speculators_nb.core.http_client import EndpointError
 from speculators_nb.core.options import MooncakeAddress
 from speculators_nb.data.chat_encoding import save_prepared
@@ -220,7 +220,7 @@ def test_serve_tries_the_master_before_it_loads_the_model(capsys):
     cli.app(given, standalone_mode=False)  # the command alone: a master may start later
     what = rf"mooncake://127.0.0.1:{port}'?: no Mooncake master answers there .* mooncake_master --rpc_port={port}"
     with pytest.raises(EndpointError, match=what):
-        drafter_commands.serve("data/tiny-verifier", hidden_states=given[3], vllm="/bin/false", run=True)
+        serving.serve("data/tiny-verifier", hidden_states=given[3], vllm="/bin/false", run=True)
     with pytest.raises(ConnectionError, match=what):
         address_to(f"127.0.0.1:{port}")
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from speculators_nb.cli import drafter_commands as drafter_steps
+from speculators_nb.cli import serving
 from speculators_nb.core.http_client import Endpoint
 from speculators_nb.lab import experiment
 from speculators_nb.models.base import SpeculatorModel
@@ -192,9 +192,9 @@ def test_the_command_may_be_for_another_machine(drafters, tmp_path, monkeypatch)
     with pytest.raises(
         FileNotFoundError, match="org/verifier.* names it as its verifier.*--verifier"
     ):  # but for a server that is to run here
-        drafter_steps.serve(str(tmp_path), run=True)
+        serving.serve(str(tmp_path), run=True)
     with pytest.raises(FileNotFoundError, match="org/other"):
-        drafter_steps.serve(str(tmp_path), verifier="org/other", run=True)
+        serving.serve(str(tmp_path), verifier="org/other", run=True)
 
 
 def test_keys_and_open_doors(monkeypatch):

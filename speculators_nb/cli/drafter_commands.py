@@ -1,53 +1,36 @@
-"""The commands `train`, `evaluate`, `calibrate`, `compare` and `serve` as functions.
-They lead from a folder of features to a drafter, its acceptance here and in vLLM, and the command that serves
-it."""
+"""The commands `train`, `evaluate`, `calibrate`, `compare` and `experiment` as functions.
+They lead from a folder of features to a drafter, and to its acceptance here and in vLLM."""
 
 import contextlib
 import json
-import logging
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pandas as pd
 import torch
-from matplotlib.figure import Figure
 
 from ..core.checkpoints import remote_code
 from ..core.config import SpeculatorModelConfig
 from ..core.files import atomic_write, disk_errors, writable_folder
 from ..core.options import FILTERS, FIRST_CHOICE, NO_WEIGHTS, check_options, pairs, shown
-from ..core.provenance import provenance_path, without_secrets, write_provenance
+from ..core.provenance import provenance_path, write_provenance
 from ..data.prepared_folder import read_data_config
 from ..decode.ngram import NgramDrafter
 from ..decode.tree import Drafter
 from ..evaluate.acceptance import Evaluation, measurable
 from ..evaluate.acceptance import evaluate as measure
-from ..evaluate.calibration import (
-    all_accepted,
-    calibration_file,
-    fit_temperatures,
-    plot_reliability,
-    record_confidences,
-    survival,
-)
 from ..evaluate.comparison import Comparison, compare_runs, evaluate_as_engine
 from ..evaluate.engine import EngineEvaluation, drafter_name, evaluate_engine
 from ..evaluate.prompts import encode_each, read_prompts
 from ..evaluate.shared_prompts import evaluation_job
 from ..evaluate.while_training import LENGTH, PROMPTS, decoded_acceptance, draft_length
-from ..features.extraction import extraction_options, writable_storage
 from ..jobs.servers import one_or_several
 from ..jobs.shared_output import one_writer
 from ..lab.experiment import settings
-from ..lab.experiment_page import write_runs_page
-from ..lab.grid import Experiment, announce, grid
-from ..lab.grid import experiment as run_all
 from ..models.base import SpeculatorModel
-from ..nn.target_head import text_config, verifier_config
 from ..plan.requirements import check_step_memory
 from ..regenerate.in_process import eos_ids_of
-from ..serve.serve_command import find_verifier, read_config, serve_command, serve_environment
-from ..serve.server import Server, print_log
+from ..serve.serve_command import read_config
 from ..serve.speculative_config import SpeculativeConfig
 from ..serve.vllm_methods import method_of_types
 from ..train.train_drafter import train_drafter
@@ -61,12 +44,18 @@ from ..verifier.folders import (
     refuse_model,
     refuse_overwriting,
 )
-from ..verifier.identity import trained_for_another
-from ..verifier.tapped_model import Verifier, check_aux_layer_ids, default_aux_layer_ids
+from ..verifier.identity import warn_of_other_weights
+from ..verifier.tapped_model import Verifier
 from .data_commands import device_of, open_verifier
 from .inputs import check_features, named_runs, read_experiment_file
 
-log = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from ..lab.grid import Experiment
+else:
+    Figure = Experiment = Any  # matplotlib is imported only to draw
+
 KEPT = "checkpoints that are complete are kept, --resume continues from the newest"
 
 
@@ -224,19 +213,12 @@ def _load_checkpoint(drafter, options) -> Contender:
     verifier = verifier or named_verifier(read_config(drafter), drafter)
     k = options["k"][0] if options["k"] else draft_length(trained)
     name = model.config.speculators_model_type
-    _warn_of_other_weights(drafter, verifier)
+    warn_of_other_weights(drafter, verifier)
     with named_by(drafter) if named else contextlib.nullcontext():
         target, tokenizer = open_verifier(
             verifier, trained.aux_layer_ids, device, attn_implementation=options["attn_implementation"]
         )
     return Contender(name, trained, k, verifier, target, tokenizer)
-
-
-def _warn_of_other_weights(drafter, verifier):
-    "Log that a drafter was trained for another verifier than it now drafts for."
-    here = drafter and verifier and Path(verifier).is_dir()
-    if here and (problem := trained_for_another(drafter, verifier)):
-        log.warning("warning: %s", problem)
 
 
 def _load_method(drafter, options) -> Contender:
@@ -272,7 +254,7 @@ def _what_is_served(drafter, options) -> tuple[str, dict[str, Any]]:
 def _evaluate_vllm(drafter, data, options) -> EngineEvaluation:
     "Acceptance, throughput and latency in vLLM, which is started unless it runs."
     served, started = _what_is_served(drafter, options)
-    _warn_of_other_weights(drafter, options["verifier"])
+    warn_of_other_weights(drafter, options["verifier"])
     same = ("baseline", "max_new_tokens", "load", "seed", "output_dir", "vllm", *FILTERS)
     return evaluate_engine(
         served,
@@ -387,6 +369,15 @@ def calibrate(
     overwrite: bool = False,  # replace the calibration in output_dir
 ) -> pd.DataFrame:  # a row for each position
     "Fit temperatures that make the confidences of a drafter's head honest, one for each position."
+    from ..evaluate.calibration import (  # here: matplotlib
+        all_accepted,
+        calibration_file,
+        fit_temperatures,
+        plot_reliability,
+        record_confidences,
+        survival,
+    )
+
     options = dict(locals())
     check_options(options, "calibrate")
     writable_folder(output_dir)
@@ -446,6 +437,10 @@ def experiment(
 ) -> Experiment:  # finished runs
     """Train settings with several seeds, on the shipped data or on features of your own, and compare them:
     differences with intervals, and a page of all runs. Run it again to continue."""
+    from ..lab.experiment_page import write_runs_page  # here: matplotlib and ipywidgets
+    from ..lab.grid import announce, grid
+    from ..lab.grid import experiment as run_all
+
     check_options(locals(), "experiment")
     what = read_experiment_file(file)
     folder = Path(output_dir or Path("output") / Path(file).stem)
@@ -455,53 +450,3 @@ def experiment(
         _save(folder / "experiment", found.table().to_csv(), found.plot())
         write_runs_page(folder, found=found)
     return found
-
-
-def serve(
-    checkpoint: str,  # a drafter, or a verifier alone: folder or hub id
-    k: int | None = None,  # tokens to draft; default: the checkpoint's; 0: the verifier alone
-    method: str | None = None,  # of drafting, e.g. ngram; default: the checkpoint's
-    verifier: str | None = None,  # folder or hub id; default: the one that the checkpoint names
-    native: Path | None = None,  # drafter in the engine's layout, if vLLM needs it
-    engine_version: str | None = None,  # of vLLM: 0.32 or 0.33; default: installed, else newest
-    hidden_states: str | None = None,  # give hidden states: to FOLDER or mooncake://HOST:PORT
-    aux_layer_ids: list[int] | None = None,  # with hidden_states; ascending; default: three
-    host: str = "127.0.0.1",  # address to listen on; 0.0.0.0 lets other machines in
-    port: int = 8000,  # to listen on
-    dtype: str = "auto",  # of weights and arithmetic; on processors auto means bfloat16
-    max_model_len: int | None = None,  # longest prompt + output; default: model's limit
-    enforce_eager: bool | None = None,  # starts faster, runs slower; default: if no accelerator
-    vllm: str | None = None,  # the program; default: it is looked for, also in .venv-vllm
-    extra: list[str] | None = None,  # vllm serve: e.g. --extra=--max-num-seqs=8 (repeatable)
-    run: bool = False,  # start it and wait; default: the command is printed
-) -> tuple[list[str], dict] | None:  # command and environment; None where it ran
-    "Serve a drafter with vLLM."
-    check_options(locals(), "serve")
-    options: dict[str, Any] = dict(
-        host=host,
-        port=port,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        enforce_eager=enforce_eager,
-        extra=extra or (),
-        vllm=vllm or "vllm",
-        engine_version=engine_version,
-    )
-    environment = serve_environment()
-    _warn_of_other_weights(checkpoint, verifier)
-    if hidden_states is None:
-        command = serve_command(checkpoint, k, method, verifier, native=native, **options)
-    else:
-        n = text_config(verifier_config(checkpoint, False)).num_hidden_layers
-        layers = [*check_aux_layer_ids(aux_layer_ids or default_aux_layer_ids(n), n), n]
-        writable_storage(hidden_states, run)
-        arguments, added = extraction_options(layers, hidden_states)
-        command = serve_command(checkpoint, k=0, **options) + arguments
-        environment = environment | added
-    if not run:
-        return command, environment
-    find_verifier(checkpoint, verifier)
-    with Server(command, environment, vllm=vllm) as server:
-        print(without_secrets(f"serving {checkpoint} at {server.url}; Ctrl-C ends it"), flush=True)
-        with contextlib.suppress(KeyboardInterrupt):
-            print_log(server)

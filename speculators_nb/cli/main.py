@@ -181,7 +181,7 @@ def _served(words):
     return words and as_shell(*words)
 
 
-serve = command(library("cli.drafter_commands", "serve"), _served, app, group="Serving", output=None)
+serve = command(library("cli.serving", "serve"), _served, app, group="Serving", output=None)
 
 from_gguf = command(
     library("verifier.from_gguf", "save_verifier"),

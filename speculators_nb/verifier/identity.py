@@ -227,6 +227,12 @@ def trained_for_another(
     )
 
 
+def warn_of_other_weights(drafter: str | os.PathLike | None, verifier: str | os.PathLike | None):
+    "Log that a drafter was trained for another verifier than the folder that it now drafts for."
+    if drafter and verifier and Path(verifier).is_dir() and (problem := trained_for_another(drafter, verifier)):
+        log.warning("warning: %s", problem)
+
+
 def checkpoint_fingerprint(
     folder: str | os.PathLike,  # a local model folder
 ) -> str:  # 16 hex digits

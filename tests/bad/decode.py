@@ -7,8 +7,9 @@ import os
 import torch
 
 from speculators_nb.cli.data_commands import device_of
-from speculators_nb.cli.drafter_commands import compare, serve
+from speculators_nb.cli.drafter_commands import compare
 from speculators_nb.cli.drafter_commands import evaluate as evaluate_step
+from speculators_nb.cli.serving import serve
 from speculators_nb.decode.acceptance_rules import lenient, synthetic, tolerant
 from speculators_nb.decode.generate import generate
 from speculators_nb.decode.ngram import NgramDrafter

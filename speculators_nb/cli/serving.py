@@ -1,0 +1,65 @@
+"""The command `serve` as a function: what vLLM is started with, printed or run.
+Apart from the other commands on a drafter: nothing of training and evaluation is imported before vLLM starts."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+from ..core.options import check_options
+from ..core.provenance import without_secrets
+from ..features.extraction import extraction_options, writable_storage
+from ..nn.target_head import text_config, verifier_config
+from ..serve.serve_command import find_verifier, serve_command, serve_environment
+from ..serve.server import Server, print_log
+from ..verifier.identity import warn_of_other_weights
+from ..verifier.tapped_model import check_aux_layer_ids, default_aux_layer_ids
+
+
+def serve(
+    checkpoint: str,  # a drafter, or a verifier alone: folder or hub id
+    k: int | None = None,  # tokens to draft; default: the checkpoint's; 0: the verifier alone
+    method: str | None = None,  # of drafting, e.g. ngram; default: the checkpoint's
+    verifier: str | None = None,  # folder or hub id; default: the one that the checkpoint names
+    native: Path | None = None,  # drafter in the engine's layout, if vLLM needs it
+    engine_version: str | None = None,  # of vLLM: 0.32 or 0.33; default: installed, else newest
+    hidden_states: str | None = None,  # give hidden states: to FOLDER or mooncake://HOST:PORT
+    aux_layer_ids: list[int] | None = None,  # with hidden_states; ascending; default: three
+    host: str = "127.0.0.1",  # address to listen on; 0.0.0.0 lets other machines in
+    port: int = 8000,  # to listen on
+    dtype: str = "auto",  # of weights and arithmetic; on processors auto means bfloat16
+    max_model_len: int | None = None,  # longest prompt + output; default: model's limit
+    enforce_eager: bool | None = None,  # starts faster, runs slower; default: if no accelerator
+    vllm: str | None = None,  # the program; default: it is looked for, also in .venv-vllm
+    extra: list[str] | None = None,  # vllm serve: e.g. --extra=--max-num-seqs=8 (repeatable)
+    run: bool = False,  # start it and wait; default: the command is printed
+) -> tuple[list[str], dict] | None:  # command and environment; None where it ran
+    "Serve a drafter with vLLM."
+    check_options(locals(), "serve")
+    options: dict[str, Any] = dict(
+        host=host,
+        port=port,
+        dtype=dtype,
+        max_model_len=max_model_len,
+        enforce_eager=enforce_eager,
+        extra=extra or (),
+        vllm=vllm or "vllm",
+        engine_version=engine_version,
+    )
+    environment = serve_environment()
+    warn_of_other_weights(checkpoint, verifier)
+    if hidden_states is None:
+        command = serve_command(checkpoint, k, method, verifier, native=native, **options)
+    else:
+        n = text_config(verifier_config(checkpoint, False)).num_hidden_layers
+        layers = [*check_aux_layer_ids(aux_layer_ids or default_aux_layer_ids(n), n), n]
+        writable_storage(hidden_states, run)
+        arguments, added = extraction_options(layers, hidden_states)
+        command = serve_command(checkpoint, k=0, **options) + arguments
+        environment = environment | added
+    if not run:
+        return command, environment
+    find_verifier(checkpoint, verifier)
+    with Server(command, environment, vllm=vllm) as server:
+        print(without_secrets(f"serving {checkpoint} at {server.url}; Ctrl-C ends it"), flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            print_log(server)
