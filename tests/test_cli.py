@@ -301,6 +301,7 @@ def test_nobody_looks_for_garbage_while_a_command_is_imported(monkeypatch):
         looks.append(gc.isenabled())
         raise ImportError(name)
 
+    monkeypatch.delitem(sys.modules, "speculators_nb.nn.draft_vocabulary", raising=False)
     monkeypatch.setattr("speculators_nb.cli.command.import_module", imported)
     with pytest.raises(ImportError, match="draft_vocabulary"):
         library("nn.draft_vocabulary", "load_vocab_mapping")()

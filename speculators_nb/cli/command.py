@@ -95,6 +95,19 @@ def _shell_parameter(arg, default, keyword_only) -> inspect.Parameter | None:
     return inspect.Parameter(arg.arg, place, default=value, annotation=kind) if kind else None
 
 
+def _imported(name):
+    "A module. Its import makes a million objects that stay; to look for garbage among them would take a fifth longer."
+    if name not in sys.modules:
+        gc.collect()  # so that no garbage is frozen with the rest
+        gc.disable()
+        try:
+            import_module(name)
+        finally:
+            gc.freeze()
+            gc.enable()
+    return sys.modules[name]
+
+
 def library(module: str, name: str) -> Callable:
     """A function of a module of this package, e.g. of "data.prepare", that is imported when it is called. It has the
     function's docstring, `comments`, and its signature without what a shell cannot give (and has a default)."""
@@ -110,14 +123,7 @@ def library(module: str, name: str) -> Callable:
             )
 
     def call(*args, **kwargs):
-        # a million objects are imported that stay: the collector would visit them ten times, a fifth of the import
-        gc.disable()
-        try:
-            found = import_module(f"speculators_nb.{module}")
-        finally:
-            gc.freeze()
-            gc.enable()
-        return getattr(found, name)(*args, **kwargs)
+        return getattr(_imported(f"speculators_nb.{module}"), name)(*args, **kwargs)
 
     call.__name__ = name
     call.__doc__ = ast.get_docstring(node)
