@@ -185,7 +185,7 @@ def test_the_table_names_no_import_that_is_not_there():
         ("from ..core.files import atomic_write", "models.eagle3", set()),
         ("def f():\n    from speculators_nb.cli.demo import x", "models.eagle3", {"cli.demo"}),
         ("from ..cli import demo", "models.eagle3", {"cli.demo"}),
-        ("import speculators_nb.decode.generate as g", "train.trainer", {"decode.generate"}),
+        ("import speculators_nb.evaluate.speedup as s", "train.trainer", {"evaluate.speedup"}),
         ("from .trainer import Trainer", "train.optimizers", {"train.trainer"}),
     ],
 )

@@ -52,9 +52,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 REAL = ROOT / "output/real"  # of `make real`
 K, TOKENS, HELDOUT = 4, 4000, 24  # draft length, tokens served, questions of each kind
-LEARNING: dict[str, Any] = dict(learning_rate=1e-3, total_seq_len=512)
-STEPS = 2  # after each request
-MEASURED = (500, 1000, 2000, TOKENS)  # tokens served
+ROW = 512  # tokens of a step of learning
 VARIANTS = ("with earlier", "served", "where wrong")
 
 
@@ -68,6 +66,9 @@ class Scene(NamedTuple):
     epochs: int
     vocabulary: int | None  # tokens that the drafter knows; None: all
     serve: list[Answer]  # of the new kind
+    rate: float  # of learning
+    steps: int  # after each request
+    points: tuple[int, ...]  # tokens served when it is measured
     heldout: dict[str, list[Answer]]  # new, old
 
 
@@ -95,6 +96,9 @@ def tiny() -> Scene:
         epochs=3,
         vocabulary=None,
         serve=answers([c for c in unread if c["domain"] == "code"], 100),
+        rate=1e-3,
+        steps=2,
+        points=(500, 1000, 2000, TOKENS),
         heldout=dict(
             new=answers([c for c in heldout if c["domain"] == "code"], HELDOUT),
             old=answers([c for c in heldout if c["domain"] != "code"], HELDOUT),
@@ -124,6 +128,9 @@ def real() -> Scene:
         epochs=2,
         vocabulary=8000,
         serve=[answer(i) for i in new[:50]],
+        rate=3e-4,
+        steps=6,
+        points=(2000, TOKENS),
         heldout=dict(
             new=[answer(i) for i in new[50 : 50 + HELDOUT]],
             old=[answer(i) for i in old[-HELDOUT:]],
@@ -184,10 +191,11 @@ def online(scene, algorithm, variant, seed, folder) -> list[dict]:
     "Serve and learn: rows of the table."
     model = trained(scene, algorithm, "before", seed, folder)
     earlier = Subset(scene.data, scene.old) if variant == "with earlier" else ()
-    drafter = OnlineDrafter(model, earlier=earlier, seed=seed, **LEARNING, **arguments(algorithm))
+    learning: dict[str, Any] = dict(learning_rate=scene.rate, total_seq_len=ROW, earlier=earlier, seed=seed)
+    drafter = OnlineDrafter(model, **learning, **arguments(algorithm))
     answers = random.Random(seed).sample(scene.serve, len(scene.serve))
     about = dict(algorithm=algorithm, seed=seed, variant=variant)
-    served, spent, rows, points = 0, 0.0, [], [*MEASURED]
+    served, spent, rows, points = 0, 0.0, [], [*scene.points]
     for answer in answers:
         generation = replace(replay(drafter, answer, K), hidden_states=answer.states)
         served += len(generation.tokens)
@@ -196,7 +204,7 @@ def online(scene, algorithm, variant, seed, folder) -> list[dict]:
             drafter.rows[-1] = only_where_wrong(drafter.rows[-1], generation)
         if variant != "ordinary":
             began = time.process_time()
-            drafter.learn(STEPS)
+            drafter.learn(scene.steps)
             spent += time.process_time() - began
         if points and served >= points[0] and variant != "ordinary":
             point = dict(served=points.pop(0), updates=drafter.steps, learning_s=round(spent, 1))
@@ -205,7 +213,7 @@ def online(scene, algorithm, variant, seed, folder) -> list[dict]:
             break
     if variant == "ordinary":
         began = time.process_time()
-        for _ in range(STEPS * len(drafter.rows)):
+        for _ in range(scene.steps * len(drafter.rows)):
             drafter.draws.shuffle(drafter.rows)
             drafter.learn()
         spent = time.process_time() - began
@@ -225,7 +233,8 @@ def serve_once(scene, algorithm, folder) -> dict[str, Any]:
     "The variant `with earlier` with `generate`: processor seconds, and whether the text is the verifier's."
     model = trained(scene, algorithm, "before", 0, folder)
     earlier = Subset(scene.data, scene.old)
-    drafter = OnlineDrafter(model, earlier=earlier, **LEARNING, **arguments(algorithm))
+    learning: dict[str, Any] = dict(learning_rate=scene.rate, total_seq_len=ROW, earlier=earlier)
+    drafter = OnlineDrafter(model, **learning, **arguments(algorithm))
     verifier = Verifier.from_pretrained(scene.verifier, drafter.aux_layer_ids, dtype="float32")
     stop = eos_ids_of(verifier, AutoTokenizer.from_pretrained(scene.verifier))
     options = dict(max_new_tokens=160, eos_token_ids=stop)
@@ -236,7 +245,7 @@ def serve_once(scene, algorithm, folder) -> dict[str, Any]:
         times["serving"] += time.process_time() - began
         began = time.process_time()
         drafter.keep(generation)
-        drafter.learn(STEPS)
+        drafter.learn(scene.steps)
         times["learning"] += time.process_time() - began
         texts.append((answer.prompt, generation.tokens))
         served += len(generation.tokens)
@@ -248,7 +257,8 @@ def serve_once(scene, algorithm, folder) -> dict[str, Any]:
         same += generate(plain, NoDrafter(), prompt, k=0, **options).tokens == tokens
         times["without a drafter"] += time.process_time() - began
     seconds = {name: round(value, 1) for name, value in times.items()}
-    return dict(requests=len(texts), served=served, same_text=same) | seconds
+    about = dict(rate=scene.rate, steps=scene.steps, requests=len(texts), served=served, same_text=same)
+    return about | seconds
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ class OnlineDrafter:
         self,
         model: SpeculatorModel,  # with the verifier's weights
         *,
-        learning_rate: float = 1e-3,  # of AdamW
+        learning_rate: float = 3e-4,  # of AdamW
         memory: int = 8192,  # tokens of the latest requests that are kept
         total_seq_len: int = 1024,  # tokens of one packed row, a step of training
         earlier: Sequence[dict[str, torch.Tensor]] = (),  # samples of its training so far
