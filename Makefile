@@ -25,7 +25,7 @@ OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 # a file of tests stays on one worker, which makes its fixtures once; in the order of names the long files are not the last
 PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo real test quick lint types newest notebooks-test pytest nbdev2 lab docs browser-test vllm-test proofs upstream-test \
+.PHONY: help demo real test quick lint types newest notebooks-test pytest nbdev2 lab docs browser-test browser-site browser-lab vllm-test proofs upstream-test \
 	bench compare verifier answers corpus notebooks export format hooks env env-dev wheel release-check clean force
 .DEFAULT_GOAL := help
 
@@ -80,12 +80,16 @@ lab: .venv/.dev  ## JupyterLab on the notebooks
 docs: .venv/.dev  ## the site, from the stored outputs, into docs/_site
 	$(BIN)/python docs/build.py
 
-browser-test: docs chromium  ## the site and a Lab session in a headless browser
+browser-test: browser-site browser-lab  ## the site, and sessions in Lab, in a headless browser
+
+browser-site: docs chromium
 	$(BIN)/python tests/browser/links.py docs/_site
 	$(BIN)/python tests/browser/site_smoke.py docs/_site
+	$(OFFLINE) $(BIN)/python tests/browser/widgets.py docs/_site
+
+browser-lab: .venv/.dev chromium
 	$(OFFLINE) $(BIN)/python tests/browser/lab_smoke.py
 	$(OFFLINE) $(BIN)/python tests/browser/lab_stop.py
-	$(OFFLINE) $(BIN)/python tests/browser/widgets.py docs/_site
 	$(OFFLINE) $(BIN)/python tests/browser/report.py
 	$(OFFLINE) $(BIN)/python tests/browser/lab_widgets.py
 
