@@ -226,9 +226,9 @@ def plot_ranges(
     dashed from the second one on), whiskers the 95 % interval. Errors: ValueError for none."""
     if table.empty:
         raise ValueError("ranges is empty: all steps share a range, so there is none to draw")
-    panels = list(table.groupby("by", sort=False))
     if "temperature" not in table:
         table = table.assign(temperature=0.0)
+    panels = list(table.groupby("by", sort=False))
     drafters = look(list(dict.fromkeys(table.drafter)))
     lines = table[["drafter", "temperature"]].drop_duplicates().to_numpy().tolist()
     hottest = table.temperature.nunique() > 1
