@@ -70,9 +70,10 @@ def check_layers_given(
     given: Mapping[str, Any],  # arguments that shape the draft layers; None: not given
 ) -> None:
     "Errors: ValueError for one that the class decides itself."
-    given = {name: value for name, value in given.items() if value is not None}
+    # one layer is what a class makes that has no choice
+    given = {name: value for name, value in given.items() if value is not None and (name, value) != ("num_layers", 1)}
     refuse_given(given, drafter_class.fixed_layers)
-    if given.get("num_layers", 1) != 1:
+    if "num_layers" in given:
         refuse_given({"num_layers": given["num_layers"]}, drafter_class.single_layer)
 
 
