@@ -1,7 +1,7 @@
 """How fast a drafter learns from what it serves: its users change to a kind of question that it was never trained on.
 
-    python benchmarks/online/run.py tiny        the tiny verifier; code is new. Half an hour of one core a seed
-    python benchmarks/online/run.py real        SmolLM2 with the features of `make real`; code is new. An hour a seed
+    python benchmarks/online/run.py tiny        the tiny verifier; code is new. A quarter of an hour of one core a seed
+    python benchmarks/online/run.py real        SmolLM2 with the features of `make real`; code is new. 1.5 hours a seed
 
 Two drafters are trained with the same steps: `before` on everything but the new kind, `both` on everything. `before`
 then serves questions of the new kind, 4,000 tokens of greedy answers, and learns after each one:

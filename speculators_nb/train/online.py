@@ -30,9 +30,10 @@ def served_row(
     columns: int,  # A·H, the first columns of hidden states, which the drafter reads
     hidden_size: int,  # H
 ) -> dict[str, torch.Tensor]:  # a sample, as of a feature folder, on the CPU
-    "What a request leaves for training."
+    "What a request leaves for training. Errors: ValueError for one without hidden states."
+    if generation.hidden_states is None:
+        raise ValueError("hidden_states=None: `generate` it with an OnlineDrafter as drafter")
     tokens = torch.tensor([*generation.prompt, *generation.tokens])
-    assert generation.hidden_states is not None, "the drafter asks for them (`keeps_states`)"
     states = generation.hidden_states[: len(tokens)].cpu().clone()  # to be trained on
     n = len(states)
     return dict(
@@ -44,9 +45,10 @@ def served_row(
 
 # %% ../../nbs/train/03_online.ipynb #onl00010
 class OnlineDrafter:
-    """A drafter (the `tree.Drafter` protocol) that is trained between requests:
+    """A drafter (the `tree.Drafter` protocol) that is trained between requests (2310.07177):
     `generate(verifier, drafter, …)`, `keep` what it returns, `learn`. The verifier taps
-    `aux_layer_ids`; the model is trained in place, in float32."""
+    `aux_layer_ids`; the model is trained in place, in float32. Errors: ValueError for a value
+    that cannot be, and for a model that cannot be trained."""
 
     keeps_states = True
 
@@ -101,7 +103,7 @@ class OnlineDrafter:
         self,
         generation: Generation,  # a request that this drafter has drafted for
     ) -> None:
-        "Remember a request, and forget the oldest."
+        "Remember a request, and forget the oldest. Errors: as of `served_row`."
         self.rows.append(served_row(generation, self.columns, self.model.hidden_size))
         while sum(len(row["input_ids"]) for row in self.rows) > self.memory and self.rows[1:]:
             del self.rows[0]
