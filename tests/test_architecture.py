@@ -264,3 +264,16 @@ def test_workers_end_with_their_parent():
                 first = ast.unparse(call.args[2]) if len(call.args) > 2 else ""
                 pools[module] = "end_with_parent" in functions.get(first, first)
     assert pools == dict.fromkeys(pools, True) and {"data.pipeline", "lab.grid"} <= pools.keys()
+
+
+def test_options_are_checked_before_a_name_is_imported():
+    "`locals()` of a command holds its arguments alone: what it imports has names of its own, `grid` among them."
+    late = []
+    for module, path in MODULES.items():
+        for function in (n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.FunctionDef)):
+            nodes = list(ast.walk(function))
+            read = [n.lineno for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func) == "locals"]
+            imports = [n.lineno for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom))]
+            if read and imports and min(imports) < max(read):
+                late.append(f"{module}.{function.name}")
+    assert late == []

@@ -2,7 +2,6 @@
 that no other file holds."""
 
 import ast
-import inspect
 import re
 from pathlib import Path
 
@@ -109,17 +108,9 @@ def test_foreign_fields_are_refused(field, value):
 
 def test_defaults():
     "As the page says."
-
-    def default(function, name):
-        return inspect.signature(function).parameters[name].default
-
-    _, target, _ = verifier("llama")
-    layer = draft_layer_config(target.config)
-    assert (layer.layer_types, layer.num_hidden_layers, default(new_drafter, "num_layers")) == (
-        ["full_attention"],
-        1,
-        1,
-    )
+    folder, _, _ = verifier("llama")
+    layer = new_drafter("eagle3", folder).config.transformer_layer_config
+    assert (layer.layer_types, layer.num_hidden_layers) == (["full_attention"], 1)
     alone = dict(eval_strategy="no", load_best_model_at_end=False)
     args, adamw = SpeculatorTrainingArguments(**alone), SpeculatorTrainingArguments(**alone, optimizer="adamw")
     assert (args.optimizer, args.learning_rate, adamw.learning_rate, args.lr_scheduler_type) == (

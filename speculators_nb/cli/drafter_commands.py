@@ -369,6 +369,8 @@ def calibrate(
     overwrite: bool = False,  # replace the calibration in output_dir
 ) -> pd.DataFrame:  # a row for each position
     "Fit temperatures that make the confidences of a drafter's head honest, one for each position."
+    options = dict(locals())
+    check_options(options, "calibrate")
     from ..evaluate.calibration import (  # here: matplotlib
         all_accepted,
         calibration_file,
@@ -378,8 +380,6 @@ def calibrate(
         survival,
     )
 
-    options = dict(locals())
-    check_options(options, "calibrate")
     writable_folder(output_dir)
     refuse_overwriting(output_dir, overwrite, CALIBRATION)
     config = read_config(drafter)
@@ -437,11 +437,11 @@ def experiment(
 ) -> Experiment:  # finished runs
     """Train settings with several seeds, on the shipped data or on features of your own, and compare them:
     differences with intervals, and a page of all runs. Run it again to continue."""
+    check_options(locals(), "experiment")
     from ..lab.experiment_page import write_runs_page  # here: matplotlib and ipywidgets
     from ..lab.grid import announce, grid
     from ..lab.grid import experiment as run_all
 
-    check_options(locals(), "experiment")
     what = read_experiment_file(file)
     folder = Path(output_dir or Path("output") / Path(file).stem)
     contenders = what.settings or grid(what.algorithm, **what.factors)
