@@ -11,9 +11,9 @@ from test_trainer import arguments, samples, toy
 from speculators_nb.core.plot import COLOURS
 from speculators_nb.lab.experiment import settings, shipped_features
 from speculators_nb.lab.shipped import shipped_data
-from speculators_nb.train.live_view import LiveView, header_line, plot_runs
+from speculators_nb.train.live_view import LiveView, TableCallback, header_line, plot_runs
 from speculators_nb.train.train_drafter import train_drafter
-from speculators_nb.train.trainer import log_table, train
+from speculators_nb.train.trainer import SpeculatorTrainer, log_table, train
 
 
 class Reader(LiveView):
@@ -58,6 +58,13 @@ def test_what_is_shown(tmp_path):
     assert "<!-- dflash training -->" in view.curve.value and COLOURS["dflash"] in view.curve.value
     assert view.bar.value == view.bar.max == trainer.state.max_steps
     assert view.button.description == "Finished"
+
+
+def test_an_evaluation_without_training_shows_no_view(tmp_path):
+    "There is no run to watch, and the numbers are returned."
+    given = arguments(tmp_path), samples(), samples(3, 1)
+    trainer = SpeculatorTrainer(toy(), *given, callbacks=[LiveView(), TableCallback()])
+    assert "eval_loss" in trainer.evaluate()
 
 
 def test_a_stopped_run_is_saved_and_resumed(tmp_path, capsys):

@@ -178,6 +178,7 @@ class LiveView(TrainerCallback):
 
     def __init__(self):
         self.request = StopRequest()
+        self.bar: Any = None  # made when training begins
 
     def on_train_begin(self, args, state, control, **kwargs):
         import ipywidgets  # here: training outside a kernel does without both
@@ -215,7 +216,7 @@ class LiveView(TrainerCallback):
             control.should_evaluate = control.should_save = False
 
     def on_log(self, args, state, control, logs=None, model=None, **kwargs):
-        if "train_runtime" in (logs or {}):
+        if self.bar is None or "train_runtime" in (logs or {}):
             return
         table = evaluation_table(state.log_history)
         if table.empty or table.step.iloc[-1] != state.global_step:
