@@ -28,11 +28,9 @@ from speculators_nb.features.feature_rows import (
     ShardWriter,
     feature_path,
     remove_unfinished,
-    stored_row,
     write_features,
 )
 from speculators_nb.features.in_process import extract_features
-from speculators_nb.features.shard_conversion import pack_features
 
 SMALL = 1e-5  # GB: a few rows of the tests in a shard
 
@@ -224,9 +222,9 @@ sys.path[:0] = [{here!r}]
 from test_features import make_rows, make_verifier
 from speculators_nb.features import in_process
 from speculators_nb.features.feature_rows import ShardWriter
-add = ShardWriter.add
-def slow(*args): time.sleep(.03); add(*args)
-ShardWriter.add = slow
+write = ShardWriter.write
+def slow(*args): time.sleep(.03); write(*args)
+ShardWriter.write = slow
 in_process.extract_features(make_verifier(), make_rows(), {out!r}, max_tokens=32, writers=1, shard_gb={gb})
 """
 
@@ -325,32 +323,6 @@ def test_ranks_share_a_folder_of_shards(tmp_path, killed):
     a, b = (FeatureDataset(f) for f in (out, tmp_path / "alone"))
     assert all(torch.equal(a[i]["hidden_states"], b[i]["hidden_states"]) for i in range(60))
     assert not list((out / FOLDER).glob(".*"))
-
-
-def test_files_become_shards_byte_for_byte(tmp_path, files, monkeypatch):
-    for file in files.glob("hs_*"):
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    stored = {i: stored_row(feature_path(files, i)) for i in range(N)}
-    real, calls = feature_rows.save_tensors, []
-
-    def stop(*args):
-        calls.append(args)
-        if len(calls) == 3:
-            raise KeyboardInterrupt
-        real(*args)
-
-    monkeypatch.setattr(feature_rows, "save_tensors", stop)
-    with pytest.raises(KeyboardInterrupt):
-        pack_features(tmp_path, SMALL)
-    monkeypatch.undo()
-    left, done = len(list(tmp_path.glob("hs_*"))), FeatureShards(tmp_path, N)
-    assert 0 < left < N and left + sum(i in done for i in range(N)) == N
-    assert pack_features(tmp_path, SMALL) == {"packed": left, "damaged": 0}
-    shards = FeatureShards(tmp_path, N)
-    for i, (tensors, _, checksum) in stored.items():
-        now, number = shards.stored(i)
-        assert number == checksum and all(torch.equal(now[k], t) for k, t in tensors.items())
-    assert pack_features(tmp_path, SMALL) == {"packed": 0, "damaged": 0}
 
 
 def test_rows_of_another_size_are_refused(tmp_path):

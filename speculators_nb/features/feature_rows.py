@@ -10,7 +10,7 @@ import threading
 import time
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -453,10 +453,8 @@ class ShardWriter:
         data_dir: str | os.PathLike,  # feature folder; shards go to its folder `shards`
         dtype: torch.dtype | str = torch.bfloat16,  # of the states
         shard_gb: float = 2.0,  # GB of a shard, and of memory
-        finished: Callable[[list[int]], None] | None = None,  # called with a shard's rows
     ):
         self.folder = Path(data_dir) / FOLDER
-        self.finished = finished
         self.dtype = stored_dtype(dtype)
         self.limit = shard_gb * 1e9
         self.lock = threading.Lock()
@@ -466,21 +464,20 @@ class ShardWriter:
         self.others: dict[str, list[torch.Tensor]] = {}  # of each row: token_ids, scales of fp8
         writable_folder(self.folder)
 
-    def add(
+    def write(
         self,
         i: int,  # row
-        tensors: dict[str, torch.Tensor],  # as from `encode_row`
-        checksum: str,  # of them
+        states: torch.Tensor,  # [seq, A+1, H]
+        token_ids,  # [seq]
     ) -> None:
-        """Add a row as it is stored. DiskError: the disk is full, read-only or gone, and the rows of the shard that was
-        to be written are lost."""
-        states = tensors["hidden_states"]
+        """Add a row. FeatureError: not finite, or of another size than the shard's; DiskError: the disk is full,
+        read-only or gone, and the rows of the shard that was to be written are lost."""
+        tensors = encode_row(f"row {i}", states, token_ids, self.dtype)
+        states, checksum = tensors["hidden_states"], checksum_of(tensors)
         with self.lock:
-            if self.rows and (states.shape[1:] != self.states.shape[1:] or states.dtype != self.dtype):
+            if self.rows and states.shape[1:] != self.states.shape[1:]:
                 its, other = (", ".join(map(str, x.shape[1:])) for x in (states, self.states))
-                raise FeatureError(
-                    f"row {i}", f"states [seq, {its}] of {states.dtype}, the shard has [seq, {other}] of {self.dtype}"
-                )
+                raise FeatureError(f"row {i}", f"states [seq, {its}], the shard has [seq, {other}]")
             if self.rows and self.starts[-1] + len(states) > len(self.states):
                 self._write_shard()
             if not self.rows:
@@ -504,18 +501,6 @@ class ShardWriter:
         tensors["hidden_states"] = self.states[: self.starts[-1]]
         self.starts, self.checksums, self.others = [0], [], {}
         save_tensors(tensors, self.folder / f"{secrets.token_hex(8)}.safetensors", metadata)
-        if self.finished:
-            self.finished(rows)
-
-    def write(
-        self,
-        i: int,  # row
-        states: torch.Tensor,  # [seq, A+1, H]
-        token_ids,  # [seq]
-    ) -> None:
-        "Add a row. FeatureError: not finite; DiskError: as of `add`."
-        tensors = encode_row(f"row {i}", states, token_ids, self.dtype)
-        self.add(i, tensors, checksum_of(tensors))
 
     def close(self) -> None:
         "Write the last shard. DiskError: the disk is full, read-only or gone."

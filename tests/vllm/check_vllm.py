@@ -693,6 +693,7 @@ NIGHTLY = (
     "dflash, half of each head rotated",
     "dflash, window 16",
     "dflash, 141 of 2048 tokens",
+    "dflash, causal, sinks",
     "dflash, in the research layout",
     "suffix",
 )
