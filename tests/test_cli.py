@@ -935,7 +935,10 @@ def test_a_server_that_cannot_run(drafter, tmp_path):
     )
 
 
-def test_a_server_lives_as_long_as_its_command(drafter, tmp_path):
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, *(pytest.param(n, marks=pytest.mark.nightly) for n in (signal.SIGINT, signal.SIGTERM))]
+)
+def test_a_server_lives_as_long_as_its_command(drafter, tmp_path, number):
     vllm = program(
         tmp_path,
         "import http.server\nclass H(http.server.BaseHTTPRequestHandler):\n    def do_GET(self): "
@@ -943,26 +946,25 @@ def test_a_server_lives_as_long_as_its_command(drafter, tmp_path):
         "print('ready', flush=True)\nhttp.server.HTTPServer(('127.0.0.1', port), H).serve_forever()",
     )
     port, script = free_port(), Path(sys.executable).parent / "speculators-nb"
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        with subprocess.Popen(
-            [script, "serve", drafter, "--run", "--port", str(port), "--vllm", vllm],
-            stdout=subprocess.PIPE,
-            text=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        ) as process:  # a job in the background inherits that it is ignored
-            try:
-                assert f"at http://127.0.0.1:{port}" in process.stdout.readline()
-                process.send_signal(number)
-                process.wait(20)
-            finally:
-                process.kill()
-        for _ in range(100):
-            with socket.socket() as s:
-                if s.connect_ex(("127.0.0.1", port)):
-                    break
-            time.sleep(0.1)
-        else:
-            raise AssertionError("the server outlives its command")
+    with subprocess.Popen(
+        [script, "serve", drafter, "--run", "--port", str(port), "--vllm", vllm],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:  # a job in the background inherits that it is ignored
+        try:
+            assert f"at http://127.0.0.1:{port}" in process.stdout.readline()
+            process.send_signal(number)
+            process.wait(20)
+        finally:
+            process.kill()
+    for _ in range(100):
+        with socket.socket() as s:
+            if s.connect_ex(("127.0.0.1", port)):
+                break
+        time.sleep(0.1)
+    else:
+        raise AssertionError("the server outlives its command")
 
 
 def test_features_from_a_server_that_is_not_there(tmp_path):

@@ -1,6 +1,6 @@
-"""Training on several ranks (gloo) is training in one process: the same weights, metrics and folders on 1, 2 and 4
-ranks, the same after a resume on another number of them; and a rank that dies ends the job, named in the last line.
-`make ranks` does it with every drafter."""
+"""Training on two ranks (gloo) is training in one process: the same weights, metrics and folders, the same after a
+resume on another number of them; and a rank that dies ends the job, named in the last line. `make ranks` does it with
+every drafter, and on four."""
 
 import json
 import os
@@ -52,10 +52,9 @@ def finish(process, code=0):
 @pytest.fixture(scope="module")
 def runs(place):
     "World size -> folder of its drafters."
-    given = {1: FOUR, 2: FOUR, 4: THREE}
-    for world_size, names in given.items():
-        finish(start(world_size, place / str(world_size), ",".join(names)))
-    return {world_size: place / str(world_size) for world_size in given}
+    for world_size in (1, 2):
+        finish(start(world_size, place / str(world_size), ",".join(FOUR)))
+    return {world_size: place / str(world_size) for world_size in (1, 2)}
 
 
 @lru_cache(None)
@@ -74,13 +73,10 @@ def check_equal(one, other):
         assert (a[name] - b[name]).norm() <= 1e-6 * a[name].norm(), name
 
 
-CASES = [(2, name) for name in FOUR] + [(4, name) for name in THREE]
-
-
-@pytest.mark.parametrize("world_size,name", CASES)
-def test_ranks_equal_one_process(runs, world_size, name):
+@pytest.mark.parametrize("name", FOUR)
+def test_ranks_equal_one_process(runs, name):
     "The weights after ten steps, the losses, metrics and evaluations of each step, the files."
-    one, other = (runs[n] / name.replace(" ", "-") for n in (1, world_size))
+    one, other = (runs[n] / name.replace(" ", "-") for n in (1, 2))
     check_equal(one, other)
     logs = [pd.read_csv(folder / "training_log.csv", index_col="step") for folder in (one, other)]
     assert logs[0]["eval_loss"].count() == STEPS // SAVE and len(logs[0]) == STEPS

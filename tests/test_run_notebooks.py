@@ -199,6 +199,7 @@ def test_what_differs_from_run_to_run_is_not_stored(project):
     assert "widget" not in raw and not re.search(r'"execution_count": \d', raw)
 
 
+@pytest.mark.nightly
 def test_a_second_run_stores_the_same_bytes(project):
     nbs, _ = project
     names = [nbs / f"{name}.ipynb" for name in ("first_figure", "unstable")]
