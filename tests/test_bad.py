@@ -27,11 +27,11 @@ def names(cases):
     return [f"{t}: {c.where}: {c.name}" for t, c in cases]
 
 
-EACH = enumerate(zip(ALL, names(ALL)))  # every third by day
+EACH = enumerate(zip(ALL, names(ALL)))  # every sixth by day
 
 
 @pytest.mark.parametrize(
-    "table,case", [pytest.param(*a, id=b, marks=pytest.mark.nightly if i % 3 else ()) for i, (a, b) in EACH]
+    "table,case", [pytest.param(*a, id=b, marks=pytest.mark.nightly if i % 6 else ()) for i, (a, b) in EACH]
 )
 def test_bad(table, case):
     outcome = (table == "commands" and light.outcome(case)) or run(case)

@@ -28,24 +28,36 @@ def wheel(tmp_path_factory):
     return next((tmp / "out").glob("*.whl"))
 
 
+# the public names first: they are imported when they are asked for, and later everything is
+IMPORTED = """
+import importlib, json, pkgutil, speculators_nb
+names = {n: getattr(speculators_nb, n).__name__ for n in speculators_nb._public_names()}
+from speculators_nb.cli.demo import demo
+try: demo(output_dir="out")
+except FileNotFoundError as error: message = str(error)
+failed = {}
+for module in pkgutil.walk_packages(speculators_nb.__path__, "speculators_nb."):
+    try: importlib.import_module(module.name)
+    except Exception as error: failed[module.name] = repr(error)
+print(json.dumps(dict(file=speculators_nb.__file__, names=names, failed=failed, message=message)))
+"""
+
+
 @pytest.fixture(scope="module")
-def installed(wheel, tmp_path_factory):
-    "A run of Python that finds the wheel's package ahead of this repository's editable install"
+def imported(wheel, tmp_path_factory):
+    "What Python finds in the wheel's package, ahead of this repository's editable install"
     site = tmp_path_factory.mktemp("site")
     subprocess.run(
         [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", site, wheel],
         check=True,
         capture_output=True,
     )
-
-    def run(code):
-        env = {**os.environ, "PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1"}
-        p = subprocess.run([sys.executable, "-c", code], cwd=site.parent, env=env, capture_output=True, text=True)
-        assert p.returncode == 0, p.stderr
-        return json.loads(p.stdout.splitlines()[-1])
-
-    assert Path(run("import json, speculators_nb; print(json.dumps(speculators_nb.__file__))")).is_relative_to(site)
-    return run
+    env = {**os.environ, "PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1"}
+    p = subprocess.run([sys.executable, "-c", IMPORTED], cwd=site.parent, env=env, capture_output=True, text=True)
+    assert p.returncode == 0, p.stderr
+    found = json.loads(p.stdout.splitlines()[-1])
+    assert Path(found["file"]).is_relative_to(site)
+    return found
 
 
 def test_every_module_is_inside(wheel):
@@ -73,31 +85,16 @@ def test_metadata(wheel):
     )
 
 
-def test_public_names_import(installed):
-    names = installed(
-        "import json, speculators_nb as s; print(json.dumps({n: getattr(s, n).__name__ for n in s._public_names()}))"
-    )
+def test_public_names_import(imported):
     import speculators_nb
 
-    assert names == {name: name for name in speculators_nb._public_names()}
+    assert imported["names"] == {name: name for name in speculators_nb._public_names()}
 
 
-def test_every_module_imports(installed):
-    failed = installed("""
-import importlib, json, pkgutil, speculators_nb
-failed = {}
-for m in pkgutil.walk_packages(speculators_nb.__path__, "speculators_nb."):
-    try: importlib.import_module(m.name)
-    except Exception as e: failed[m.name] = repr(e)
-print(json.dumps(failed))""")
-    assert failed == {}
+def test_every_module_imports(imported):
+    assert imported["failed"] == {}
 
 
-def test_demo_without_the_clone_says_what_it_needs(installed):
+def test_demo_without_the_clone_says_what_it_needs(imported):
     """data/ is no part of the wheel."""
-    message = installed("""
-import json
-from speculators_nb.cli.demo import demo
-try: demo(output_dir="out")
-except FileNotFoundError as e: print(json.dumps(str(e)))""")
-    assert message.startswith("data/corpus/train.jsonl") and "clone" in message
+    assert imported["message"].startswith("data/corpus/train.jsonl") and "clone" in imported["message"]
