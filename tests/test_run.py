@@ -161,6 +161,24 @@ evaluate.vllm: {{drafter: drafter, data: prompts.jsonl, output_dir: out/engine, 
     assert "Throughput and latency" in page and "does not answer" not in page
 
 
+def test_a_stage_may_leave_out_the_drafter(tmp_path, monkeypatch):
+    "n-gram look-up has none: the stage is `evaluate DATA --method ngram`, and so is the recipe that it leaves."
+    monkeypatch.chdir(tmp_path)
+    prompt = {"messages": [{"role": "user", "content": "Why?"}]}
+    Path("prompts.jsonl").write_text(f"{json.dumps(prompt)}\n")
+    stage = f"data: prompts.jsonl, verifier: {ROOT}/data/tiny-verifier, output_dir: out/ngram, max_new_tokens: 8"
+    recipe = f"evaluate: {{{stage}, method: ngram}}"
+    finish(begin(tmp_path, recipe), tmp_path)
+    assert states(tmp_path, monkeypatch, recipe) == {"evaluate": "done"}
+    assert "n-gram" in (tmp_path / "out/ngram/summary.csv").read_text()
+    again = Path("out/ngram/evaluate.recipe.yaml")
+    assert set(states(tmp_path, monkeypatch, again.read_text())) == {"evaluate"}
+    with pytest.raises(ValueError, match="recipe.yaml: section evaluate: drafter is missing: write evaluate DRAFTER"):
+        states(tmp_path, monkeypatch, f"evaluate: {{{stage}}}")
+    with pytest.raises(ValueError, match="recipe.yaml: section evaluate: data is missing; write data: … in it"):
+        states(tmp_path, monkeypatch, "evaluate: {method: ngram, verifier: v}")
+
+
 def test_a_stage_that_fails_says_so_in_one_line(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text("run: {output_dir: out}\ncheck: {folder: none}\n")

@@ -12,7 +12,7 @@ import torch
 from ..core.checkpoints import remote_code
 from ..core.config import SpeculatorModelConfig
 from ..core.files import atomic_write, disk_errors, writable_folder
-from ..core.options import FILTERS, FIRST_CHOICE, NO_WEIGHTS, check_options, pairs, shown
+from ..core.options import FILTERS, FIRST_CHOICE, NO_WEIGHTS, check_options, pairs
 from ..core.provenance import provenance_path, write_provenance
 from ..data.prepared_folder import read_data_config
 from ..decode.ngram import NgramDrafter
@@ -47,7 +47,7 @@ from ..verifier.folders import (
 from ..verifier.identity import warn_of_other_weights
 from ..verifier.tapped_model import Verifier
 from .data_commands import device_of, open_verifier
-from .inputs import check_features, named_runs, read_experiment_file
+from .inputs import check_confidence_head, check_features, named_runs, read_experiment_file
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -371,6 +371,7 @@ def calibrate(
     "Fit temperatures that make the confidences of a drafter's head honest, one for each position."
     options = dict(locals())
     check_options(options, "calibrate")
+    check_confidence_head(drafter, read_config(drafter))
     from ..evaluate.calibration import (  # here: matplotlib
         all_accepted,
         calibration_file,
@@ -382,12 +383,6 @@ def calibrate(
 
     writable_folder(output_dir)
     refuse_overwriting(output_dir, overwrite, CALIBRATION)
-    config = read_config(drafter)
-    if not config.get("enable_confidence_head"):
-        raise ValueError(
-            f"drafter={shown(str(drafter))}: a drafter of type {config.get('speculators_model_type')} without a "
-            "confidence head has nothing to calibrate; give one trained with enable_confidence_head=true"
-        )
     loaded = _load_checkpoint(drafter, options | dict(k=None, attn_implementation=None))
     trained: Any = loaded.drafter
     prompts = prompts_of(data, loaded.tokenizer, max_samples)[0]

@@ -111,6 +111,15 @@ def _check_evaluated(values, command):
                 _check_model("verifier", name, command)
 
 
+def check_confidence_head(drafter: str | os.PathLike, config: dict[str, Any]):
+    "Errors: ValueError for the config of a drafter that has no confidences to calibrate."
+    if not config.get("enable_confidence_head"):
+        raise ValueError(
+            f"drafter={shown(str(drafter))}: a drafter of type {config.get('speculators_model_type')} without a "
+            "confidence head has nothing to calibrate; give one trained with enable_confidence_head=true"
+        )
+
+
 def _check_data(field, value, command):
     "Errors: FileNotFoundError or ValueError if conversations are not there."
     path = Path(value)
@@ -299,6 +308,8 @@ def _check_read(values, command):
                 check_folder(start)
         case "evaluate" | "calibrate":
             _check_evaluated(values, command)
+            if command == "calibrate" and (Path(drafter := values["drafter"]) / "config.json").is_file():
+                check_confidence_head(drafter, model_object(drafter))
         case "compare":
             for folder in named_runs(values["runs"]).values():
                 check_evaluation(folder)

@@ -279,6 +279,13 @@ def read_recipe(path: str | os.PathLike, command: str, commands: Mapping[str, Ca
     return _with_shared(path, command, known, shared, sections.get(command, {}))
 
 
+def _without_default(function) -> tuple[list[str], list[str]]:  # all; those that may be left out
+    "The arguments of a command that have no default; one that may be None may be left out."
+    parameters, kinds = inspect.signature(function).parameters.values(), fields_of(function)
+    needed = [p.name for p in parameters if p.default is p.empty]
+    return needed, [name for name in needed if type(None) in _alternatives(kinds[name])]
+
+
 def resolve(function: Callable, flags: Mapping, recipe: Mapping | None = None) -> dict:
     """Flag before file before default. An argument that may be None is left out where the next
     one is missing: `evaluate [DRAFTER] DATA`. `import` is there if either names modules.
@@ -286,9 +293,7 @@ def resolve(function: Callable, flags: Mapping, recipe: Mapping | None = None) -
     recipe = recipe or {}
     given = {**recipe, **flags}
     defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
-    needed = [name for name, default in defaults.items() if default is inspect.Parameter.empty]
-    kinds = fields_of(function)
-    optional = [name for name in needed if type(None) in _alternatives(kinds[name])]
+    needed, optional = _without_default(function)
     for name, following in pairwise(needed):
         if name in optional and name in flags and following not in given:
             given[following] = given.pop(name)
@@ -312,9 +317,10 @@ def read_sections(path: str | os.PathLike, commands: Mapping[str, Callable]) -> 
     for name, section in sections.items():
         command = command_of(name)
         mine = _with_shared(path, command, known, shared, section)
-        for p in inspect.signature(commands[command]).parameters.values():
-            if p.default is p.empty and p.name not in mine:
-                raise ValueError(f"{path}: section {name}: {p.name} is missing; write {p.name}: … in it")
+        needed, optional = _without_default(commands[command])
+        for field in needed:
+            if field not in mine and field not in optional:
+                raise ValueError(f"{path}: section {name}: {field} is missing; write {field}: … in it")
         sections[name] = resolve(commands[command], mine)
         try:
             check_options(sections[name], command)

@@ -724,6 +724,11 @@ WRONG = [  # arguments that name something else than is wanted
         "model.safetensors: is a file, and a drafter is a folder",
     ),
     (
+        "a drafter without confidences",
+        "calibrate {drafter} {corpus} {here}/new --verifier {tiny}",
+        "drafter='.*': a drafter of type eagle3 without a confidence head has nothing to calibrate; give one trained",
+    ),
+    (
         "nothing for a drafter",
         "evaluate {here} {corpus}",
         "has no config.json, so it is no drafter; name the output of speculators-nb train",
