@@ -6,7 +6,7 @@ import os
 import warnings
 from pathlib import Path
 
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ..core.checkpoints import current_hub_access, remote_code_allowed
 
@@ -16,7 +16,7 @@ MASK_TOKEN = "<|MASK|>"
 def resolve_mask_token(
     verifier_name_or_path: str | os.PathLike,  # folder or hub id; tokenizer read if no id given
     vocab_size: int,  # V, rows of the verifier's embedding table
-    mask_token_id: int | None = None,  # None: mask token, free row, pad, eos or unk, in order
+    mask_token_id: int | None = None,  # None: mask token, free row, unused token, eos or unk, in order
 ) -> int:  # in [0, V)
     """The id of the token that means "not known yet". Errors: ValueError for an id outside the
     vocabulary, or where nothing can serve as a mask."""
@@ -39,13 +39,16 @@ def resolve_mask_token(
         return _row_of_table(
             tokenizer.mask_token_id, vocab_size, f"mask token {tokenizer.mask_token!r} of the verifier's tokenizer, id"
         )
-    for name in ("pad_token", "eos_token", "unk_token"):
+    unused = unused_token(tokenizer)
+    if unused is not None:
+        return _row_of_table(unused, vocab_size, "a special token of the verifier's tokenizer, id")
+    for name in ("eos_token", "unk_token"):
         found = getattr(tokenizer, f"{name}_id")
         if found is not None:
             found = _row_of_table(found, vocab_size, f"{name} of the verifier's tokenizer, id")
             warnings.warn(
                 (
-                    "The tokenizer has no mask token and the embedding table no free row: "
+                    "The tokenizer has no mask token, no free row in the embedding table and no unused special token: "
                     f"{name} {getattr(tokenizer, name)!r} ({found}) serves as mask"
                 ),
                 stacklevel=2,
@@ -53,8 +56,20 @@ def resolve_mask_token(
             return found
     raise ValueError(
         f"mask_token_id is not given, and the tokenizer of {str(verifier_name_or_path)!r} has "
-        "no mask, pad, eos or unk token and no free row; give mask_token_id"
+        "no mask, pad, eos or unk token, no unused special token and no free row; give mask_token_id"
     )
+
+
+def unused_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """A special token that conversations do not hold: neither the template nor another role has it. The pad token if it
+    is one, else the last of them: names that a tokenizer keeps in reserve come after those that it gives a meaning."""
+    template = str(tokenizer.chat_template or "")
+    roles = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
+    special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    unused = [i for i, text in special.items() if i not in roles and text not in template]
+    if tokenizer.pad_token_id in unused:
+        return tokenizer.pad_token_id
+    return max(unused, default=None)
 
 
 def _row_of_table(token_id, vocab_size, what):
