@@ -161,6 +161,10 @@ def test_settings_that_are_one_are_refused():
     assert len(planned_with(loss_fn="ce")) == 2
     with pytest.raises(ValueError, match="'usual' and 'other' are the same setting"):
         planned_with(loss_fn="kl_div")
+    of_dflash = {"decay": ("dflash", dict(loss_fn="ce")), "D-PACE": ("dflash", dict(per_position_loss_weight="dpace"))}
+    common = dict(loss_fn="ce")  # is weighed by D-PACE where nothing else is asked for
+    with pytest.raises(ValueError, match="'decay' and 'D-PACE' are the same setting"):
+        planned(of_dflash, 1, 4, Measured(), Subject("features"), common)
 
 
 def test_a_file_is_looked_for_beside_the_experiment(tmp_path, monkeypatch):

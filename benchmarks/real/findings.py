@@ -60,12 +60,13 @@ SETTINGS = {
     "kl_div + tv": ("eagle3", dict(loss_fn=dict(kl_div=0.5, tv=0.5))),
 }
 EVEN = dict(eagle3=dict(ttt_step_loss_decay=1.0), dflash=dict(step_weights=[1.0] * (K + 1)))
+DECAY = dict(eagle3={}, dflash=dict(per_position_loss_weight="fixed-exp-decay"))  # DFlash's default is D-PACE with ce
 WEIGHTS = {
     f"{drafter}, {name}": (drafter, dict(loss_fn="ce") | arguments)
-    for drafter, even in EVEN.items()
+    for drafter in EVEN
     for name, arguments in {
-        "even": even,
-        "decay": {},
+        "even": EVEN[drafter],
+        "decay": DECAY[drafter],
         "D-PACE": dict(per_position_loss_weight="dpace"),
         "AUF": dict(per_position_loss_weight="auf"),
     }.items()

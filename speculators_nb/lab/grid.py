@@ -151,13 +151,15 @@ class Run(NamedTuple):
         return about | (dict(losses=code_digest(losses)) if losses else {})
 
     def effective(self) -> dict[str, Any]:
-        "As `described`, without arguments that repeat a default."
+        "As `described`, with what a training step is called with, and without arguments that repeat a default."
         drafter = SpeculatorModel.registered_class(self.algorithm)
         defaults = {p.name: p.default for p in inspect.signature(train_drafter).parameters.values()}
         defaults |= drafter.training_arguments()
         about = self.described()
-        changed = {n: v for n, v in about["arguments"].items() if n not in defaults or defaults[n] != v}
-        return about | dict(arguments=changed)
+        others = {n: v for n, v in about["arguments"].items() if n not in drafter.forward_arguments()}
+        changed = {n: v for n, v in others.items() if n not in defaults or defaults[n] != v}
+        step, _ = drafter.get_trainer_kwargs(**about["arguments"])
+        return about | dict(arguments=changed, step=step)
 
     @property
     def key(self) -> str:  # 16 hex digits
