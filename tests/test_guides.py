@@ -48,6 +48,12 @@ def test_numbers_in_prose_are_those_of_the_results():
         assert not {name: phrase for name, phrase in phrases.items() if phrase not in text}, page
 
 
+def test_the_time_of_make_real_is_that_of_its_record():
+    times = yaml.safe_load((ROOT / "docs/times.yml").read_text())
+    seconds = guides.make_real()["seconds from nothing"]["value"]
+    assert times["make real"]["seconds"] == round(float(seconds))
+
+
 def no_numbers(text, phrases=()):
     "What is left of a page without made blocks, quoted phrases, code, link targets and versions."
     for phrase in phrases:
