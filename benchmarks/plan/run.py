@@ -52,7 +52,7 @@ def drafter_sizes(kind, verifier):
     "A row of the table of drafters."
     config = AutoConfig.from_pretrained(verifier)
     layers = LAYERS.get(kind, 1)
-    family = "qwen3" if layers == 5 else "llama"
+    family = "qwen3" if layers == 5 else None  # llama, and heads have none
     drafter = SpeculatorModel.registered_class(kind)
     given = drafter.arguments_to_draft(4) | dict(mask_token_id=config.vocab_size - 1)
     if not (drafter.whole_vocabulary or drafter.fixed_layers or kind in WHOLE):
