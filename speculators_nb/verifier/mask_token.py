@@ -64,7 +64,7 @@ def unused_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """A special token that conversations do not hold: neither the template nor another role has it. The pad token if it
     is one, else the last of them: names that a tokenizer keeps in reserve come after those that it gives a meaning."""
     template = str(tokenizer.chat_template or "")
-    roles = {tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id}
+    roles = [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id]
     special = {i: token.content for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     unused = [i for i, text in special.items() if i not in roles and text not in template]
     if tokenizer.pad_token_id in unused:
