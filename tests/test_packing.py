@@ -65,6 +65,10 @@ def test_sampler_length_never_changes(lengths, capacity):
         rows = list(sampler)
         assert len(rows) == len(sampler) and rows == pack(lengths, capacity, 3, epoch)
         seen.append(rows)
+    for length in (1, 60):  # of rows that were made anew
+        sampler.lengths = [length] * len(lengths)
+        rows = pack(sampler.lengths, capacity, 3, 2)
+        assert len(list(sampler)) == len(sampler) and list(sampler)[: len(rows)] == rows[: len(sampler)]
 
 
 @settings(deadline=None)

@@ -71,7 +71,7 @@ def _decoding(verifier, data) -> Measure | None:
 GIVEN_TO_TRAINER = (  # options of `train` that are training arguments of the same name
     *("num_train_epochs", "total_seq_len", "gradient_accumulation_steps", "bf16", "fsdp"),
     *("learning_rate", "optimizer", "checkpoint_format", "save_dtype"),
-    "early_stopping_patience",
+    *("early_stopping_patience", "regenerate_every"),
 )
 
 
@@ -116,6 +116,7 @@ def train(
     checkpoint_format: str = "full",  # or sharded: with --fsdp, each rank writes its part
     save_dtype: str | None = None,  # of the saved drafter, e.g. bfloat16; default: float32
     early_stopping_patience: int | None = None,  # evaluations without progress; default: never
+    regenerate_every: int | None = None,  # epochs until the verifier answers anew; default: never
     decode_prompts: str | None = None,  # decode 8 at each evaluation: shipped, gsm8k, …; a file
     resume: bool = False,  # continue the run in output_dir from its newest complete checkpoint
     overwrite: bool = False,  # train anew in a folder that holds a drafter

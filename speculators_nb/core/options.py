@@ -415,6 +415,9 @@ def _check_together(values: Mapping) -> None:
         none = "and eval_share=0 holds no row out; raise eval_share, or leave this out"
         _leave_out(values, "early_stopping_patience", f"needs evaluations, {none}")
         _leave_out(values, "decode_prompts", f"is decoded at each evaluation, {none}")
+    if get("regenerate_every") is None:
+        why = "has no effect without regenerate_every; leave it out, or give regenerate_every"
+        _leave_out(values, "regenerate_temperature", why, default=1.0)
     saves, evaluates = get("save_strategy"), get("eval_strategy", "epoch")
     keeps = get("eval_share", 0) != 0 and get("load_best_model_at_end", True)
     if keeps and "save_strategy" in values and saves not in (evaluates, "best"):
@@ -461,6 +464,7 @@ def _check_features(values: Mapping) -> None:
 def _check_train(values: Mapping) -> None:
     if values.get("server") is not None:
         _check_storage(values)
+        _leave_out(values, "regenerate_every", "the verifier must run in this process; leave it or server out", None)
     elif "server" in values:
         _leave_out(values, "storage", "has no effect without a server; leave it out, or give server")
     more = pairs(values.get("extra"))
@@ -700,6 +704,8 @@ RULES |= {
     "checkpoint_format": word("full", "sharded"),
     "save_dtype": word("bfloat16", "float16", "float32", none=True),
     "early_stopping_patience": whole(3, 1, none=True),
+    "regenerate_every": whole(1, 1, none=True),
+    "regenerate_temperature": number(1.0, **TEMPERATURE),
     "extra": several(text("warmup_steps=100"), "warmup_steps=100", none=True),
 }
 

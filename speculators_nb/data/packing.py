@@ -9,6 +9,7 @@ __all__ = ['TRADES', 'REACH', 'pack', 'PackedBatchSampler', 'collate']
 # %% ../../nbs/data/03_packing.ipynb #dbde1644
 import heapq
 import random
+from itertools import cycle, islice
 
 import torch
 
@@ -63,7 +64,7 @@ REACH = 64
 # %% ../../nbs/data/03_packing.ipynb #1c048ab8
 class PackedBatchSampler:
     """Rows of sample indices for `DataLoader(batch_sampler=...)`; `len` is the same in every
-    epoch."""
+    epoch, also where `lengths` have changed: then rows are left out or come twice."""
 
     def __init__(
         self,
@@ -85,7 +86,8 @@ class PackedBatchSampler:
         return self.n
 
     def __iter__(self):
-        return iter(pack(self.lengths, self.capacity, self.seed, self.epoch))
+        rows = pack(self.lengths, self.capacity, self.seed, self.epoch)
+        return islice(cycle(rows), self.n)
 
 # %% ../../nbs/data/03_packing.ipynb #abcaf205
 def collate(

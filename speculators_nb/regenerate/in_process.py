@@ -398,11 +398,11 @@ def rows_in_memory(
     return max(1, min(MOST_ROWS, int(free / 2 / max(each, 1))))
 
 
-class _Bar:
+class AnswersBar:
     "A progress bar of conversations and answered tokens, shown from the start."
 
-    def __init__(self, total: int | None):
-        self.bar = tqdm(total=total, desc="regenerate", unit="conversation")
+    def __init__(self, total: int | None, about: str = "regenerate", disable: bool = False):
+        self.bar = tqdm(total=total, desc=about, unit="conversation", disable=disable)
         self.tokens, self.start = 0, time.monotonic()
         self.shown = self.start
 
@@ -478,7 +478,7 @@ def regenerate(
     total = conversation_count(conversations, limit)
     mine = None if total is None else len(shard(total, rank, world_size))
     journal = Journal(out_path, settings, rank, world_size)
-    with journal, _Bar(mine) as bar, computing(verifier, compute_dtype):
+    with journal, AnswersBar(mine) as bar, computing(verifier, compute_dtype):
         answering = _Answering(verifier, tokenizer, eos_ids, max_new_tokens, longest)
         todo = still_to_do(conversations, journal, sampling, seed, languages, limit=limit, control=control)
         for replay in _replayed(_windows(todo, 4 * rows), answering, journal, rows, bar.answered):

@@ -67,6 +67,8 @@ SETTINGS = (
     "seed",
     "data_seed",
     "total_seq_len",
+    "regenerate_every",
+    "regenerate_temperature",
     "optimizer",
     "learning_rate",
     "muon_learning_rate",

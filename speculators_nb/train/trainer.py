@@ -26,6 +26,7 @@ from ..distributed.sharded_training import for_first_rank, shard_model
 from ..distributed.sharding import local
 from ..nn.compiled import to_device
 from .checkpoint import WholeCheckpoints
+from .fresh_answers import FreshAnswers
 from .live_view import LiveView, TableCallback, log_table, was_stopped
 from .optimizers import build_optimizer, clip_gradients
 from .packed_loaders import PackedLoaders, kept_rng, row_seed
@@ -154,6 +155,8 @@ class SpeculatorTrainer(PackedLoaders, WholeCheckpoints):
         callbacks = [*(callbacks or [])]
         if args.early_stopping_patience is not None:
             callbacks.append(EarlyStoppingCallback(args.early_stopping_patience))
+        if args.regenerate_every is not None:
+            callbacks.append(FreshAnswers(train_dataset, args))
         config = getattr(model, "config", None)
         adds_use_cache = config is not None and "use_cache" not in vars(config)
         place_loggers(args.loggers, args.output_dir)

@@ -186,6 +186,8 @@ class SpeculatorTrainingArguments(TrainingArguments):
     optimizer: str = "muon"  # Muon for hidden matrices, AdamW for the rest; or "adamw" for all
     muon_learning_rate: float | None = None  # Muon's own learning rate; None: learning_rate
     early_stopping_patience: int | None = None  # evaluations without a better one; None: never
+    regenerate_every: int | None = None  # epochs from one set of fresh answers to the next
+    regenerate_temperature: float = 1.0  # at which the verifier writes them
     save_dtype: str | None = None  # of the saved drafter, e.g. "bfloat16"; None: float32
     overwrite: bool = False  # train anew in a folder that holds a drafter or checkpoints
     fsdp: bool = False  # type: ignore[assignment] # split weights and optimizer over the ranks

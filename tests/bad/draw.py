@@ -262,6 +262,7 @@ WHOLE = {
     "total_seq_len": 2,
     "gradient_accumulation_steps": 1,
     "early_stopping_patience": 1,
+    "regenerate_every": 1,
     "k": 0,
     "max_model_len": 1,
     "port": 1,
