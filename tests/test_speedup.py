@@ -15,7 +15,15 @@ from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.tree import TokenTree
 from speculators_nb.evaluate import cost
 from speculators_nb.evaluate.acceptance import acceptance_summary, expected_length
-from speculators_nb.evaluate.speedup import best_gamma, lengths, measured_speedup, speedups, verify_costs
+from speculators_nb.evaluate.speedup import (
+    batch_verify,
+    best_gamma,
+    lengths,
+    measured_speedup,
+    speedups,
+    step_costs,
+    verify_costs,
+)
 from speculators_nb.verifier.tapped_model import Verifier
 
 
@@ -82,6 +90,25 @@ def test_equal_speeds_take_the_fewest_guesses():
 def test_too_few_verifier_costs():
     with pytest.raises(ValueError, match="2 costs for 3 lengths.*1 … 3 tokens"):
         speedups([1, 1.5, 1.8], 0.1, [1, 1])
+
+
+def test_a_step_without_a_draft_reads_one_token():
+    "By hand: of four steps two propose two tokens, one proposes one."
+    costs = step_costs(2, 0.1, [1, 1.4, 1.6], parallel=True, proposed=[0.75, 0.5])
+    assert costs == pytest.approx([1, (3 * 1.4 + 1) / 4 + 0.1, (2 * 1.6 + 1.4 + 1) / 4 + 0.1])
+    assert step_costs(2, 0.1, [1, 1.4, 1.6], proposed=[1, 1]) == pytest.approx(step_costs(2, 0.1, [1, 1.4, 1.6]))
+    with pytest.raises(ValueError, match="1 shares for 2 draft tokens.*k=2"):
+        step_costs(2, 0.1, [1, 1.4, 1.6], proposed=[1])
+
+
+def test_the_prompt_is_read_once():
+    assert speedups([1, 2], 0, prompt=0.2) == pytest.approx([1, 1 / (0.2 + 0.8 / 2)])
+
+
+def test_a_long_cache_is_read_once_for_all_tokens():
+    assert batch_verify(1, 300, 300) == [1, 2]
+    assert batch_verify(1, 300, 300, cache=1 / 300) == [1, 1]  # two passes' time of reading hide the computing
+    assert batch_verify(3, 16, 1e9, 0.8, 64, 8, cache=1e6) == pytest.approx([1] * 4)
 
 
 @pytest.mark.parametrize("rates", [[0.8, 0.64, 0.512], [0.9, 0.2, 0.0], [1.0, 0.5, 0.5]])

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What reading and making guesses costs with the tiny verifier: the record that the notebooks on speed draw.
+"""What reading and making guesses costs with the tiny verifier: the record that tutorials 7 and 8 draw.
 
     python benchmarks/costs/run.py    some three minutes on an idle core; trains EAGLE for twenty seconds once
 
@@ -70,8 +70,7 @@ def main():
         f"""# Costs of reading and making guesses, {date.today()}
 
 Verifier `data/tiny-verifier`, one thread, torch {torch.__version__}, {platform.machine()}. Everything is in
-passes of the verifier over one token. Written by `python benchmarks/costs/run.py`; drawn by the notebook on speed and
-by tutorials 7 and 8.
+passes of the verifier over one token. Written by `python benchmarks/costs/run.py`; drawn by tutorials 7 and 8.
 
 {table.round(2).to_markdown()}
 

@@ -39,27 +39,40 @@ def step_costs(
     cost: float,  # of one draft token, in plain passes; of the whole block where `parallel`
     verify: Sequence[float] | None = None,  # cost of 1, 2, … tokens in plain passes; None: same
     parallel: bool = False,  # one pass makes all draft tokens
+    proposed: Sequence[float] | None = None,  # share of steps with 1, 2, … or more; None: all
 ) -> list[float]:  # with 0, 1, … k draft tokens, in plain passes
-    "What a step costs. Errors: ValueError where `verify` has fewer than k+1 costs."
+    """What a step costs on average. Errors: ValueError where `verify` has fewer than k+1 costs,
+    or `proposed` fewer than k shares."""
     verify = [1.0] * (k + 1) if verify is None else verify
     if len(verify) <= k:
         raise ValueError(
             f"verify has {len(verify)} costs for {k + 1} lengths: measure passes over 1 "
             f"… {k + 1} tokens"
         )
+    if proposed is not None:
+        if len(proposed) < k:
+            raise ValueError(
+                f"proposed has {len(proposed)} shares for {k} draft tokens: count them in "
+                f"answers with k={k}"
+            )
+        added = np.diff(verify[: k + 1]) * proposed[:k]  # by each position
+        verify = [verify[0], *(verify[0] + added.cumsum()).tolist()]
     return [v + cost * (bool(n) if parallel else n) for n, v in enumerate(verify[: k + 1])]
 
 
 def speedups(
     lengths: Sequence[float],  # tokens a step with 0, 1, 2, … draft tokens
-    cost: float,  # the last three as in `step_costs`
+    cost: float,  # this and the next three as in `step_costs`
     verify: Sequence[float] | None = None,
     parallel: bool = False,
+    proposed: Sequence[float] | None = None,
+    prompt: float = 0.0,  # share of plain decoding's time that reads the prompt
 ) -> list[float]:  # with 0, 1, 2, … draft tokens
     """Expected speed-up over plain decoding (2211.17192, theorem 3.8, with a measured
     verifier). Errors: as of `step_costs`."""
-    costs = step_costs(len(lengths) - 1, cost, verify, parallel)
-    return [tokens / step for tokens, step in zip(lengths, costs)]
+    costs = step_costs(len(lengths) - 1, cost, verify, parallel, proposed)
+    times = [prompt + (1 - prompt) * step / tokens for step, tokens in zip(costs, lengths)]
+    return [1 / time for time in times]
 
 
 def best_gamma(
@@ -84,10 +97,11 @@ def pass_cost(
     expert_share: float = 0.0,  # of what a pass over one token reads; 0: a dense model
     experts: int = 1,  # E of a layer
     active: int = 1,  # e of a token
+    caches: float = 0.0,  # to read the caches of all requests, in passes over one token
 ) -> float:  # in passes over one token
     "How long a pass takes on a machine that reads and computes at the same time."
     union = experts_read(tokens, experts, active) / active
-    return max(1 - expert_share + expert_share * union, tokens / ridge)
+    return max(1 - expert_share + expert_share * union + caches, tokens / ridge)
 
 
 def batch_verify(
@@ -97,10 +111,12 @@ def batch_verify(
     expert_share: float = 0.0,
     experts: int = 1,
     active: int = 1,
+    cache: float = 0.0,  # to read that of one request, in passes over one token
 ) -> list[float]:  # of 1, 2, … k+1 tokens a request, in the batch's plain passes
     "`verify` of `speedups` at a batch size."
     costs = [
-        pass_cost(batch * n, ridge, expert_share, experts, active) for n in range(1, k + 2)
+        pass_cost(batch * n, ridge, expert_share, experts, active, batch * cache)
+        for n in range(1, k + 2)
     ]
     return [cost / costs[0] for cost in costs]
 
