@@ -524,7 +524,7 @@ PLACES = [  # what is made may not take the place of what it is made from
 ]
 SPELLING = [  # lines that cannot be read
     ("trian {features} {here}/d", "'trian': there is no such command. Did you mean train"),
-    ("xyzzy", "'xyzzy': there is no such command. Known: check"),
+    ("xyzzy", "'xyzzy': there is no such command. Known: calibrate, check"),
     (
         "train {features} {here}/d --lerning-rate 1",
         "--lerning-rate: train has no such option; Did you mean --learning-rate",
