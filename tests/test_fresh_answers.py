@@ -8,7 +8,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, TrainerCallback
+from test_trainer import Stop
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import speculators_nb.train.fresh_answers as fresh_answers
 from speculators_nb.data.chat_encoding import save_prepared, to_dataset
@@ -135,17 +136,6 @@ def trained(prepared, output, **given):
     often = dict(save_strategy="steps", eval_strategy="steps", save_steps=1, eval_steps=1)
     own = settings("eagle3") | common | often | dict(regenerate_every=1) | given
     return train_drafter(prepared, output, PATH, "eagle3", **own)
-
-
-class Stop(TrainerCallback):
-    "Break off at a step, as a killed process would."
-
-    def __init__(self, step):
-        self.step = step
-
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            raise KeyboardInterrupt
 
 
 @pytest.fixture(scope="module")

@@ -6,12 +6,14 @@ import logging
 import multiprocessing
 import signal
 import sys
+import threading
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from fake_openai import MODEL, FakeServer, reply
+from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from speculators_nb.core import http_client as module
@@ -321,6 +323,7 @@ def test_model_is_named_or_the_only_one(server, tmp_path, monkeypatch):
 
 def client(url, path, pause):
     "150 conversations of two turns."
+    tqdm.set_lock(threading.RLock())  # the one that is inherited is the parent's too, and a kill would leave it locked
     module.pause = lambda failures, asked=None: pause
     rows = (
         {

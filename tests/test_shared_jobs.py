@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from test_features import make_rows
 from test_features import make_verifier as feature_verifier
 from test_regenerate_in_process import make_verifier, talks, tokenizer
+from tqdm.auto import tqdm
 
 from speculators_nb.core.provenance import read_provenance
 from speculators_nb.features.in_process import extract_features
@@ -50,6 +52,7 @@ def content(path):
 
 
 def work(function, path, pause, results, share):
+    tqdm.set_lock(threading.RLock())  # the one that is inherited is the parent's too, and a kill would leave it locked
     torch.set_num_threads(1)
     results.put(dict(function(path, pause, **share)))
 

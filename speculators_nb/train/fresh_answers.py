@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import Subset
 from transformers import AutoTokenizer, TrainerCallback
 
+from ..core.checkpoints import remote_code_allowed
 from ..core.files import atomic_write
 from ..data.chat_encoding import to_dataset
 from ..decode.generate import generate
@@ -130,9 +131,11 @@ class FreshAnswers(TrainerCallback):
         fresh, began = _finished(file, len(rows)), time.monotonic()
         drafter = model.eval().drafter()
         verifier = Verifier(self.source.verifier.model.to(model.device), drafter.aux_layer_ids or None)
+        name = verifier.model.name_or_path
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=remote_code_allowed())
         options: dict[str, Any] = dict(
             max_new_tokens=max(len(answer) for row in rows for answer in parts_of(row)[1::2]),
-            eos_token_ids=eos_ids_of(verifier, AutoTokenizer.from_pretrained(verifier.model.name_or_path)),
+            eos_token_ids=eos_ids_of(verifier, tokenizer),
         )
         with AnswersBar(len(rows), f"answers for epoch {self.since + 1}", args.disable_tqdm) as bar:
 
