@@ -165,7 +165,7 @@ FAMILIES = {  # model_type of transformers -> config
     "gemma4_text": SLIDES
     | dict(
         layer_types=["sliding_attention", "full_attention"] * 2,
-        global_head_dim=8,
+        global_head_dim=16,  # as in the released ones, the heads of some layers are larger
         hidden_size_per_layer_input=8,
         vocab_size_per_layer_input=V,
         num_kv_shared_layers=2,

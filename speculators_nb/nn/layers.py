@@ -6,9 +6,9 @@ everything else only where it is needed."""
 
 # %% auto #0
 __all__ = ['ROPE', 'SINKS', 'LAYER_FAMILIES', 'ALIKE_FAMILIES', 'KINDS', 'DRAFT_SLIDING_WINDOW', 'RMSNorm', 'product_of_normed',
-           'MLP', 'head_dim', 'rope_parameters', 'rotated_channels', 'rope_frequencies', 'Rotary', 'rotate',
-           'ProjectedEmbeds', 'take_embeds', 'Attention', 'refuse_dropout', 'layer_window', 'check_layer_config',
-           'DecoderLayer', 'draft_layer_config']
+           'MLP', 'first_layer', 'head_dim', 'rope_parameters', 'rotated_channels', 'rope_frequencies', 'Rotary',
+           'rotate', 'ProjectedEmbeds', 'take_embeds', 'Attention', 'refuse_dropout', 'layer_window',
+           'check_layer_config', 'DecoderLayer', 'draft_layer_config']
 
 # %% ../../nbs/nn/05_layers.ipynb #e53d7547
 import copy
@@ -77,6 +77,12 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:  # [..., H] -> [..., H]
         return self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
+
+
+def first_layer(config: PretrainedConfig) -> PretrainedConfig:
+    "The config as its first layer reads it: in Gemma 4 the heads of some layers are larger."
+    layers = getattr(config, "per_layer_config", None)
+    return layers[0] if layers else config
 
 
 def head_dim(config) -> int:
@@ -528,7 +534,7 @@ def draft_layer_config(
             f"from 0 to {num_layers - 1}"
         )
     types = ["full_attention" if i in full else "sliding_attention" for i in range(num_layers)]
-    text = text_config(verifier)
+    text = first_layer(text_config(verifier))
     copied = "vocab_size", "hidden_size", "num_attention_heads", "max_position_embeddings"
     tokens = "bos_token_id", "eos_token_id", "pad_token_id"
     kv_heads = getattr(text, "num_key_value_heads", None)

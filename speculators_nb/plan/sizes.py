@@ -8,7 +8,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..models.base import SpeculatorModel
-from ..nn.layers import head_dim
+from ..nn.layers import first_layer, head_dim
 from ..nn.target_head import text_config
 from ..train.optimizers import parameter_kinds
 from ..train.train_drafter import check_layers_given, draft_layers, layer_arguments
@@ -39,7 +39,7 @@ def experts_used(text: PretrainedConfig) -> float:
 def verifier_sizes(config: PretrainedConfig) -> VerifierSizes:
     """The sizes of a verifier, by the config of it or of its language model; no weight is read. Errors: ValueError for
     a config that transformers cannot build a model from."""
-    text: Any = text_config(config)
+    text: Any = first_layer(text_config(config))
     model = meta_model(config)
     if model is None:
         raise ValueError(
