@@ -73,6 +73,7 @@ DRAFTERS = {  # name -> (algorithm, arguments of from_training_args, of get_trai
     "dflash2": ("dflash2", BLOCK | dict(selector_rank=8, selector_top_k=5), dict(max_anchors=16)),
     "xpress": ("xpress", BLOCK | dict(xpress_rank=8), dict(max_anchors=16)),
     "domino": ("domino", BLOCK | dict(emb_dim=8, gru_hidden_dim=8), dict(max_anchors=16)),
+    "query_only": ("query_only", {}, dict(ttt_steps=3)),
     "mtp": ("mtp", dict(fresh_head=True), {}),
     "mlp": ("mlp", dict(num_heads=3, intermediate_size=H), {}),
     "medusa": ("medusa", dict(num_heads=3), {}),
@@ -80,6 +81,14 @@ DRAFTERS = {  # name -> (algorithm, arguments of from_training_args, of get_trai
 MIXTURE = {"kl_div": 0.5, "jsd": 0.3, "tv": 0.2}
 TOKEN_LOSS = ("mtp", "mlp", "medusa")  # trained on the data's tokens, with cross-entropy alone
 DOCUMENTS = (21, 14, 29)
+
+
+KEYS = "llama", "qwen3"  # verifiers whose keys a query-only drafter makes again
+
+
+def fits(name, family):
+    "Whether a drafter can be made for a verifier."
+    return name != "query_only" or family in KEYS
 
 
 def family_of(name):

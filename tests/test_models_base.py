@@ -265,7 +265,20 @@ def test_documented_errors(verifier):
 
 
 @pytest.mark.parametrize(
-    "name", ["eagle", "eagle3", "peagle", "dflash", "dspark vanilla", "dflash2", "xpress", "domino", "mlp", "medusa"]
+    "name",
+    [
+        "eagle",
+        "eagle3",
+        "peagle",
+        "dflash",
+        "dspark vanilla",
+        "dflash2",
+        "xpress",
+        "domino",
+        "query_only",
+        "mlp",
+        "medusa",
+    ],
 )
 def test_a_batch_is_one_packed_row(name):
     "A second row, or a tensor that is shorter than the row, was left out of the loss in silence."

@@ -3,7 +3,7 @@ uses it; float16 is refused by name."""
 
 import pytest
 import torch
-from matrix import DRAFTERS, batch_for, drafter, losses_of, train_step, verifier
+from matrix import DRAFTERS, batch_for, drafter, fits, losses_of, train_step, verifier
 from test_head_loss import case
 from torch.nn.functional import cosine_similarity
 
@@ -21,6 +21,7 @@ def cells():
     with some drafter."""
     for i, name in enumerate(DRAFTERS):
         families, losses = ("qwen3", "qwen3_next", "qwen3_5") if name == "mtp" else FAMILIES, losses_of(name)
+        families = [family for family in families if fits(name, family)]
         for j, family in enumerate(families):
             yield name, family, losses[(i + j) % len(families) :: len(families)] or losses[:1]
 

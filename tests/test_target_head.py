@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from matrix import DRAFTERS, batch_for, drafter, train_step, verifier
+from matrix import DRAFTERS, batch_for, drafter, fits, train_step, verifier
 
 from speculators_nb.data.chat_encoding import to_dataset
 from speculators_nb.features.in_process import LiveFeatures, extract_features
@@ -21,7 +21,7 @@ from speculators_nb.verifier import parts
 VERIFIERS_OF = ("llama", "qwen3", "gemma2", "cohere", "gpt_neox", "qwen3_next", "qwen3_5")
 # EAGLE attaches a verifier, or says that it must; MTP is below
 NAMES = [name for name in DRAFTERS if DRAFTERS[name][0] not in ("eagle", "mtp")]
-CELLS = [(name, family) for name in NAMES for family in ("llama", "gemma2", "cohere", "gpt_neox")]
+CELLS = [(name, family) for name in NAMES for family in ("llama", "gemma2", "cohere", "gpt_neox") if fits(name, family)]
 
 
 def bare(model, config=None):

@@ -37,6 +37,7 @@ LLAMA_8B = HEADS | dict(intermediate_size=14336, num_hidden_layers=32, vocab_siz
 DRAFT_VOCAB = 32000
 WHOLE = ("dflash2",)  # its selector knows every token
 LAYERS = dict(peagle=4, dflash=5, dflash2=5, domino=5, dspark=5, xpress=5)  # else 1
+FOR_GEMMA = {"query_only"}  # served for another family than the table's
 SHARED = ("embed_tokens", "lm_head", "verifier_lm_head")  # where frozen: the verifier's, or rows of it
 VERSIONS = ("0.32", "0.33")  # of vLLM
 CONVERSATIONS = (5_000, 50_000, 500_000)
@@ -68,10 +69,11 @@ def drafter_sizes(kind, verifier):
     states = len({*small.aux_layer_ids, last})
     method = method_of_types().get(kind, ("", None))[0]
     rows = {version: ENGINES[version] for version in VERSIONS}
-    served = {v: method if method in row.served and kind not in row.unserved else "" for v, row in rows.items()}
+    unserved = {v: kind in row.unserved or kind in FOR_GEMMA for v, row in rows.items()}
+    served = {v: "" if unserved[v] or method not in row.served else method for v, row in rows.items()}
     return dict(
         drafter=kind,
-        layers=layers,
+        layers=getattr(model.config, "num_draft_layers", layers),
         trained_millions=round(sum(p.numel() for _, p in named if p.requires_grad) / 1e6),
         served_gb=round(2 * (own + head) / 1e9, 2),
         feature_kib=feature_bytes(config.hidden_size, states) // 1024,

@@ -5,7 +5,7 @@
 
 The same for more training and more questions, hours:
 
-    speculators-nb real --output-dir output/longer --epochs 8 --n-heldout 48
+    speculators-nb real --output-dir output/longer --epochs 6 --n-heldout 48
     python benchmarks/real/make_real.py output/longer longer.csv
 
 Reads the folder: the seconds of each stage (added up over interruptions), the tables, the training log. The questions
@@ -45,9 +45,11 @@ def kept(folder):
     yield "held-out questions", summary.requests["eagle3"]
     for drafter, what in {"eagle3": "tokens a step", "n-gram": "tokens a step of n-gram"}.items():
         yield what, *summary.loc[drafter, ["mean_length", "mean_length_low", "mean_length_high"]]
-    log = pd.read_csv(folder / "drafter/training_log.csv").dropna(subset="eval_mean_length")
-    for row in log.itertuples():
+    log = pd.read_csv(folder / "drafter/training_log.csv")
+    yield "training loss at the end", log.loss.dropna().iloc[-1]
+    for row in log.dropna(subset="eval_mean_length").itertuples():
         yield f"tokens a step after {row.step} steps", row.eval_mean_length
+        yield f"held-out loss after {row.step} steps", row.eval_loss
 
 
 def decoded(folder, questions, dtype):

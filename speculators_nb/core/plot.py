@@ -37,10 +37,11 @@ COLOURS = {
     "dspark": "#f0c800",
     "xpress": "#b266ff",
     "domino": "#ff8fa3",
+    "query_only": "#00a5a5",
     "suffix": "#8c564b",
     "draft model": "#000000",
 }
-MARKERS = dict(zip(COLOURS, "xsovD^<>Phd*H8pX"))
+MARKERS = dict(zip(COLOURS, "xsovD^<>Phd*H81pX"))
 # colour and marker of names that are not in the palette
 _SPARE = list(zip(["#44aa99", "#aa4499", "#117733", "#ddcc77", "#661100", "#6699cc"], "4+8123"))
 STYLE: dict[Any, Any] = {

@@ -19,5 +19,7 @@ from .mtp import MTPDraftModel as MTPDraftModel
 from .mtp_rows import MTPSpeculatorConfig as MTPSpeculatorConfig
 from .peagle import PEagleDraftModel as PEagleDraftModel
 from .peagle import PEagleSpeculatorConfig as PEagleSpeculatorConfig
+from .query_only import QueryOnlyDraftModel as QueryOnlyDraftModel
+from .query_only import QueryOnlySpeculatorConfig as QueryOnlySpeculatorConfig
 from .xpress import XPressDraftModel as XPressDraftModel
 from .xpress import XPressSpeculatorConfig as XPressSpeculatorConfig

@@ -4,7 +4,7 @@ From its folder, or from a hub by HTTP range requests."""
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -379,4 +379,20 @@ def load_verifier_tensors(
     for part in ("head", "head_bias"):
         if found[part] is not None:
             found[part] = found[part][rows]
+    return found
+
+
+def load_layer_tensors(
+    path: str | os.PathLike,  # the verifier's folder, or a hub id
+    layer: int,
+    names: Iterable[str],  # within the layer, e.g. self_attn.k_proj.weight
+) -> dict[str, Tensor]:  # by these names
+    "Some tensors of one decoder layer, and nothing else. Errors: FileNotFoundError; ValueError naming what is missing."
+    index, found = tensor_index(path), {}
+    for name in names:
+        stored = _find(index, [f"layers.{layer}.{name}"])
+        if stored is None:
+            raise ValueError(f"verifier {str(path)!r}: its weights hold no layers.{layer}.{name}; fetch it again")
+        found[name] = load_tensors(index[stored], [stored])[stored]
+        _check_stored(path, {stored: found[name]})
     return found

@@ -192,6 +192,7 @@ OF_NAN = {
     "xpress": "norm.weight",
     "domino": "norm.weight",
     "medusa": "lm_heads.0.weight",
+    "query_only": "norm.weight",
     "mlp": "head.0.weight",
     "mtp": "mtp_layers.0.final_layernorm.weight",
 }

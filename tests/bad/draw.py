@@ -42,6 +42,7 @@ RUNS = {
     "dspark": "block_size=3 max_anchors=4 markov_rank=4 mask_token_id=63",
     "mtp": "num_speculative_steps=2 fresh_head=true",
     "mlp": "num_heads=2",
+    "query_only": "ttt_steps=2",
     "medusa": "num_heads=2",
 }
 

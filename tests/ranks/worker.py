@@ -16,7 +16,20 @@ from transformers import TrainerCallback
 from speculators_nb.train import optimizers
 from speculators_nb.train.trainer import train
 
-NAMES = ("eagle", "eagle3", "peagle", "dflash", "dspark rnn", "dflash2", "xpress", "domino", "mtp", "mlp", "medusa")
+NAMES = (
+    "eagle",
+    "eagle3",
+    "peagle",
+    "dflash",
+    "dspark rnn",
+    "dflash2",
+    "xpress",
+    "domino",
+    "query_only",
+    "mtp",
+    "mlp",
+    "medusa",
+)
 RANDOM = {
     "eagle": dict(noise_std=0.2),
     "peagle": dict(down_sample_ratio=0.6, max_anchors=5),
