@@ -510,11 +510,12 @@ class QueryOnlyDraftModel(SpeculatorModel):
         back_end = attention_back_end(
             attn_impl, device, lean, self.config.transformer_layer_config
         )
-        documents = on_cpu if back_end == "flex" else to_device(document_ids[0], device)
+        compiled = lean and back_end == "flex"  # its mask is made on the host
+        documents = on_cpu if compiled else to_device(document_ids[0], device)
         masks = {kind: self.mask(kind, documents) for kind in self.key_layers}
         keys = self.keys_and_values(features, positions)
         needed = needed_rows(carries_loss) if lean else [torch.arange(L)] * ttt_steps
-        if back_end == "flex":
+        if compiled:
             needed = same_rows(needed, L)
 
         def attend(rows, kind, queries):
@@ -530,7 +531,7 @@ class QueryOnlyDraftModel(SpeculatorModel):
             kept = to_device(places_among(before, rows, L), device)
             read = ids[(at + t).clamp_max(L - 1)]
             states = states if len(rows) == len(before) else take_rows(states, kept)
-            of_mask = rows if back_end == "flex" else at
+            of_mask = rows if compiled else at
             normed = self.step(read, states, positions[at], partial(attend, of_mask))
             with_loss = places_among(rows, carries_loss[t].nonzero()[:, 0], L)
             scored.append(take_rows(normed, to_device(with_loss, device)))
