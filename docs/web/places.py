@@ -28,6 +28,7 @@ GUIDES = {
         "which_drafter",
         "first_run",
         "on_a_cluster",
+        "llama_cpp",
         "how_much_data",
         "low_acceptance",
         "coming_from_speculators",

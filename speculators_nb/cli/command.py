@@ -415,7 +415,7 @@ def _as_typer(parameter, comment, command) -> list[inspect.Parameter]:
 GENERAL = "Options"  # heading of what many commands take
 GROUPS = {  # heading -> options below it
     "Verifier and drafter": """verifier model method algorithm draft_arch num_layers aux_layer_ids
-    draft_vocab_size vocab_size from_pretrained native format config speculative_tokens
+    draft_vocab_size vocab_size from_pretrained native to format config speculative_tokens
     attn_implementation""",
     "Data": """data self_prompts prompts heldout max_samples n_prompts n_heldout max_length rows
     too_long min_trained dedup shuffle val_fraction template_kwargs train_reasoning train_tool_calls

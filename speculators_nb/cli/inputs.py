@@ -350,7 +350,10 @@ def check_inputs(values: dict, command: str):
     for field, value in values.items():
         if not isinstance(value, (str, os.PathLike)) or str(value).startswith("hf:"):
             continue
-        if field in MODELS or (command, field) == ("convert", "source"):
+        if field == "verifier" and values.get("to") == "llama.cpp":
+            if not Path(value).is_file():
+                raise FileNotFoundError(f"{value}: no such file; with --to llama.cpp the verifier is its GGUF file")
+        elif field in MODELS or (command, field) == ("convert", "source"):
             _check_model(field, value, command)
         elif field == "data" and values.get("self_prompts") is None:
             _check_data(field, value, command)

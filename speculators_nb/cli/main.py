@@ -103,11 +103,11 @@ def _measured(evaluation):
     return "\n\n".join(shown)
 
 
-def _verdict(violations):
-    if violations:
-        typer.echo("\n".join(f"- {v}" for v in violations))
+def _verdict(found):
+    if found.violations:
+        typer.echo("\n".join(f"- {v}" for v in found.violations))
         raise typer.Exit(1)
-    return "vLLM can serve this drafter."
+    return f"{found.engine} can serve this drafter."
 
 
 train = command(
@@ -125,12 +125,11 @@ compare = command(
     library("cli.drafter_commands", "compare"), lambda runs: _table(runs.table(), index=False), app, group="Drafters"
 )
 check = command(
-    library("serve.vllm_contract", "check_vllm_contract"),
+    library("cli.serving", "check"),
     _verdict,
     app,
-    name="check",
     group="Drafters",
-    verdict="vLLM cannot serve the drafter: each reason is a line.",
+    verdict="The engine cannot serve the drafter: each reason is a line.",
 )
 
 
@@ -199,7 +198,7 @@ convert = command(
     group="Checkpoints",
     then=lambda folder, given: [("evaluate", folder, "PROMPTS.jsonl")],
 )
-export = command(library("models.convert", "export_native"), str, app, name="export", group="Checkpoints")
+export = command(library("cli.serving", "export"), str, app, group="Checkpoints")
 stitch_mtp = command(
     library("models.mtp_native", "stitch_mtp"), str, app, name="stitch-mtp", group="Checkpoints", output=None
 )

@@ -307,7 +307,7 @@ def plan_of(stages: list[Stage], record: RunRecord) -> list[Planned]:
 
 def _not_here(stage) -> str | None:
     "Why a stage cannot run on this machine, if it is one that measures vLLM."
-    if stage.values.get("engine") != "vllm" or stage.values.get("server"):
+    if stage.command != "evaluate" or stage.values.get("engine") != "vllm" or stage.values.get("server"):
         return None
     from ..serve.server import find_executable
 

@@ -1,16 +1,19 @@
-"""The command `serve` as a function: what vLLM is started with, printed or run.
+"""The commands `serve`, `check` and `export` as functions: what an engine is started with, and what it can read.
 Apart from the other commands on a drafter: nothing of training and evaluation is imported before vLLM starts."""
 
 import contextlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..core.options import check_options
 from ..core.provenance import without_secrets
 from ..features.extraction import extraction_options, writable_storage
+from ..models.convert import export_native
+from ..models.llama_cpp import check_llama_cpp, export_llama_cpp
 from ..nn.target_head import text_config, verifier_config
 from ..serve.serve_command import find_verifier, serve_command, serve_environment
 from ..serve.server import Server, print_log
+from ..serve.vllm_contract import check_vllm_contract
 from ..verifier.identity import warn_of_other_weights
 from ..verifier.tapped_model import check_aux_layer_ids, default_aux_layer_ids
 
@@ -63,3 +66,38 @@ def serve(
         print(without_secrets(f"serving {checkpoint} at {server.url}; Ctrl-C ends it"), flush=True)
         with contextlib.suppress(KeyboardInterrupt):
             print_log(server)
+
+
+class Verdict(NamedTuple):
+    "What keeps an engine from drafting with a checkpoint."
+
+    engine: str
+    violations: list[str]  # each a sentence with the remedy
+
+
+def check(
+    folder: str,  # a checkpoint
+    engine: str = "vllm",  # vllm or llama.cpp
+    engine_version: str | None = None,  # of vLLM: 0.32 or 0.33; default: installed, else newest
+) -> Verdict:
+    """Everything in a checkpoint folder that would keep an engine from serving it, or make it serve another model than
+    was trained. What differs for some requests or on some builds alone is a warning."""
+    check_options(locals(), "check")
+    if engine == "llama.cpp":
+        return Verdict(engine, check_llama_cpp(folder))
+    return Verdict("vLLM", check_vllm_contract(folder, engine_version))
+
+
+def export(
+    checkpoint: str,  # a drafter of this library or of upstream's
+    output_dir: str,  # the new folder; must not exist
+    to: str | None = None,  # llama.cpp: a GGUF file for it; default: as another project stores it
+    format: str | None = None,  # that project's; default: the first of the drafter's type
+    verifier: str | None = None,  # folder or hub id; with --to llama.cpp the GGUF file that it serves
+    trust_remote_code: bool = False,  # run configuration code that comes with the verifier
+) -> str:  # what to tell the user
+    "Write a drafter as other projects store it, the inverse of `convert`, or as llama.cpp reads it."
+    check_options(locals(), "export")
+    if to is None:
+        return export_native(checkpoint, output_dir, format, verifier, trust_remote_code)
+    return f"{output_dir}\nNext: {export_llama_cpp(checkpoint, output_dir, str(verifier))}"

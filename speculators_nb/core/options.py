@@ -543,6 +543,19 @@ def _check_serve(values: Mapping) -> None:
     check_vllm_arguments(values.get("extra") or ())
 
 
+def _check_check(values: Mapping) -> None:
+    if values.get("engine") == "llama.cpp":
+        _leave_out(values, "engine_version", "is a version of vLLM; leave it out, or set engine=vllm")
+
+
+def _check_export(values: Mapping) -> None:
+    if values.get("to") is None:
+        return
+    _leave_out(values, "format", "has no effect with to=llama.cpp, which reads GGUF; leave one of them out")
+    if values.get("verifier") is None:
+        raise ValueError("verifier=None: name the GGUF file that llama.cpp serves; the drafter is given its tokenizer")
+
+
 # what depends on each other in a command; a function or a section of a recipe may give some of its options alone
 CHECKS: dict[str, Callable[[Mapping], None]] = {
     "regenerate": _check_regenerate,
@@ -550,6 +563,8 @@ CHECKS: dict[str, Callable[[Mapping], None]] = {
     "train": _check_train,
     "evaluate": _check_evaluate,
     "serve": _check_serve,
+    "check": _check_check,
+    "export": _check_export,
 }
 
 
@@ -680,6 +695,7 @@ RULES |= {
     "seed": whole(0, **SEED),
     "config": mapping({"norm_before_residual": True}, none=True),
     "format": text("eagle3", none=True),
+    "to": word("llama.cpp", none=True),
 }
 RULES |= switches(
     """dedup shuffle allow_urls overwrite dry_run resume trust_remote_code trust_features link
@@ -841,6 +857,7 @@ IN = {
     "vocab.draft_vocab_size": whole(32000, 1),
     "regenerate.concurrency": whole(16, 1, 65536),
     **dict.fromkeys(("regenerate.engine", "features.engine"), word("local", "ray")),
+    "check.engine": word("vllm", "llama.cpp"),
     "features.concurrency": whole(8, 1, 65536),
     "evaluate.server": text("http://127.0.0.1:8000", none=True, test=address_problem),
     **dict.fromkeys(("evaluate.dtype", "serve.dtype"), word(*SERVED)),

@@ -29,6 +29,7 @@ from .formats import (
     without_borrowed,
     write_native,
 )
+from .llama_cpp import GGUFDraft, Limits, register_gguf
 from .xpress import XPRESS_LAYOUT_RULES, XPressSpeculatorConfig
 
 # z-lab's checkpoints (2602.06036) keep DFlash's fields in a block `dflash_config` of `config.json` or beside it. Their
@@ -465,5 +466,67 @@ register_format(
         recognises=is_xpress,
         read=read_xpress,
         write=write_xpress,
+    )
+)
+
+
+BLOCK_NAMES = {
+    "hidden_norm.weight": "enc.output_norm.weight",
+    "layers.*.self_attn.q_norm.weight": "blk.*.attn_q_norm.weight",
+    "layers.*.self_attn.k_norm.weight": "blk.*.attn_k_norm.weight",
+}
+HEAD_NAMES = {
+    "markov_head.markov_w1.weight": "markov_w1.weight",
+    "markov_head.markov_w2.weight": "markov_w2.weight",
+    "confidence_head.proj.weight": "conf_proj.weight",
+    "confidence_head.proj.bias": "conf_proj.bias",
+}
+
+
+def block_limits(config: DFlashSpeculatorConfig) -> Limits:
+    "What llama.cpp's DFlash and DSpark need."
+    width, read = config.transformer_layer_config.hidden_size, config.target_hidden_size
+    why = f"the draft layers' is {width}, and llama.cpp has one width: train with that"
+    return [(read in (None, width), f"target_hidden_size is {read}; {why}")]
+
+
+def dflash_limits(config: DFlashSpeculatorConfig) -> Limits:
+    "What llama.cpp's DFlash needs."
+    why = "llama.cpp's DFlash drafts from the masks alone, train with sample_from_anchor=False"
+    return [*block_limits(config), (not config.sample_from_anchor, f"sample_from_anchor is True; {why}")]
+
+
+def dspark_limits(config: DSparkSpeculatorConfig) -> Limits:
+    "What llama.cpp's DSpark needs."
+    kind, rank = config.markov_head_type, config.markov_rank
+    reads_markov = config.confidence_head_with_markov or not config.enable_confidence_head
+    why = "llama.cpp's confidence head reads the Markov head's embedding, train with True"
+    return [
+        *block_limits(config),
+        (rank > 0, "markov_rank is 0; llama.cpp's DSpark has always a Markov head: train with one, or dflash"),
+        (kind == "vanilla", f"markov_head_type is {kind!r}; llama.cpp has vanilla alone, train with that"),
+        (reads_markov, f"confidence_head_with_markov is False; {why}"),
+    ]
+
+
+def block_fields(config: DFlashSpeculatorConfig) -> dict[str, Any]:
+    "Metadata of a block drafter."
+    causal = getattr(config.transformer_layer_config, "is_causal", None)
+    fields = dict(block_size=config.block_size, target_layers=config.aux_hidden_state_layer_ids)
+    return fields if causal is None else fields | {"attention.causal": causal}
+
+
+register_gguf(GGUFDraft("dflash", "dflash", "draft-dflash", BLOCK_NAMES, block_fields, dflash_limits))
+register_gguf(
+    GGUFDraft(
+        model_type="dspark",
+        architecture="dflash",
+        spec_type="draft-dspark",
+        names=BLOCK_NAMES | HEAD_NAMES,
+        fields=lambda config: (
+            block_fields(config)
+            | dict(sample_from_anchor=config.sample_from_anchor, has_confidence_head=config.enable_confidence_head)
+        ),
+        limits=dspark_limits,
     )
 )

@@ -27,6 +27,8 @@ from .formats import (
     without_borrowed,
     write_native,
 )
+from .llama_cpp import GGUFDraft, Limits, register_gguf
+from .serving_rules import LAYER
 
 # EAGLE's and HASS's repositories share one layout: the decoder layer's configuration is in the top level of
 # `config.json`, a bias and extra norms show in the tensors' names. EAGLE-3's repository, SpecForge, ModelOpt and
@@ -241,5 +243,36 @@ register_format(
         recognises=is_eagle3,
         read=read_eagle3,
         write=write_eagle3,
+    )
+)
+
+
+def llama_cpp_limits(config: Eagle3SpeculatorConfig) -> Limits:
+    "What llama.cpp's EAGLE-3 needs."
+    count, ids = config.transformer_layer_config.num_hidden_layers, config.eagle_aux_hidden_state_layer_ids
+    three = ids is not None and len(ids) == 3
+    return [
+        (count == 1, f"{LAYER}.num_hidden_layers is {count}; llama.cpp's EAGLE-3 has one layer, train with one"),
+        (three, f"eagle_aux_hidden_state_layer_ids is {ids}; llama.cpp's EAGLE-3 reads three, train with three"),
+    ]
+
+
+register_gguf(
+    GGUFDraft(
+        model_type="eagle3",
+        architecture="eagle3",
+        spec_type="draft-eagle3",
+        names={
+            "input_norm.weight": "enc.output_norm.weight",
+            "layers.*.hidden_norm.weight": "blk.*.attn_norm_2.weight",
+        },
+        fields=lambda config: dict(
+            target_layers=config.eagle_aux_hidden_state_layer_ids,
+            target_hidden_size=config.target_hidden_size or config.transformer_layer_config.hidden_size,
+            norm_before_residual=config.norm_before_residual,
+            norm_before_fc=config.norm_before_fc,
+        ),
+        limits=llama_cpp_limits,
+        neighbours=True,
     )
 )

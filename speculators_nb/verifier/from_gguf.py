@@ -126,11 +126,11 @@ def _gguf_errors(name) -> Iterator[None]:
         raise ValueError(text) from e
 
 
-def read_header(
-    file: Path,  # GGUF
+def open_gguf(
+    file: Path,
     name: str,  # for messages
-) -> dict[str, Any]:  # of `tokenizer.ggml`: pre, model, size, special tokens as text
-    """What a file says about its tokenizer. Errors: ImportError: the package gguf is missing;
+) -> Any:  # gguf.GGUFReader
+    """A GGUF file's metadata and tensors. Errors: ImportError: the package gguf is missing; FileNotFoundError;
     ValueError: not a GGUF file, cut short, an unknown quantisation."""
     try:
         reader = import_module("gguf").GGUFReader
@@ -142,7 +142,16 @@ def read_header(
         if opened.read(4) != b"GGUF":
             raise ValueError(f"{name}: is no GGUF file; name one, or a model's folder as it is")
     with _gguf_errors(name):
-        fields = reader(file).fields
+        return reader(file)
+
+
+def read_header(
+    file: Path,  # GGUF
+    name: str,  # for messages
+) -> dict[str, Any]:  # of `tokenizer.ggml`: pre, model, size, special tokens as text
+    "What a file says about its tokenizer. Errors: as of `open_gguf`."
+    fields = open_gguf(file, name).fields
+    with _gguf_errors(name):
         text = lambda key: fields[key].contents() if key in fields else None
         found = {key: text(f"tokenizer.ggml.{key}") for key in ("pre", "model")}
         tokens = fields.get("tokenizer.ggml.tokens")

@@ -289,6 +289,8 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
     "optimizer": words("adamw or muon", "adam", "sgd"),
     "on_bad": words("raise or skip", "ignore", "Raise"),
     "engine": words("reference or vllm", "sglang", "VLLM"),
+    "check.engine": words("vllm or llama.cpp", "sglang", "llama"),
+    "to": words("llama.cpp", "vllm", "gguf"),
     "features.engine": words("local or ray", "spark", "Ray"),
     "regenerate.engine": words("local or ray", "spark", "Ray"),
     "checkpoint_format": words("full or sharded", "shard", "Full"),
