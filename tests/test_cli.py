@@ -1001,7 +1001,7 @@ def test_as_functions_in_a_notebook(features, tmp_path):
         extra=["disable_tqdm=true", "max_steps=1"],
     )
     assert trainer.state.global_step == 1 and trainer.eval_dataset is None
-    assert cli.check(tmp_path / "out") == []
+    assert cli.check(tmp_path / "out").violations == []
     with pytest.raises(FileNotFoundError):
         cli.train(tmp_path / "none", tmp_path / "out")
 

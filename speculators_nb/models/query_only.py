@@ -112,7 +112,7 @@ class KeyLayer(nn.Module):
     def __init__(self, config: PretrainedConfig, layer: int):  # of its language model
         super().__init__()
         with torch.device("meta"):  # every layer, and no memory
-            decoder = AutoModel.from_config(config).layers[layer]
+            decoder = AutoModel.from_config(config, trust_remote_code=False).layers[layer]
         made_of = decoder.self_attn
         self.input_layernorm = decoder.input_layernorm
         self.self_attn = nn.ModuleDict({"k_proj": made_of.k_proj})
