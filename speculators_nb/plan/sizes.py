@@ -103,13 +103,18 @@ def empty_drafter(
     with torch.device(device):
         model = empty.from_training_args(layers, verifier_name_or_path=info.name, **model_args)
         model.verifier_layers = info.text.num_hidden_layers
+        V, H = info.text.vocab_size, info.text.hidden_size
         if getattr(model, "verifier_attachment_mode", "") == "detached":  # it has no place for them
-            V, H = info.text.vocab_size, info.text.hidden_size
             model.embed_tokens = nn.Embedding(V, H).requires_grad_(False)
             model.lm_head = nn.Linear(H, V, bias=False).requires_grad_(False)
             model.verifier_attachment_mode = "train_only"
         if not model.own_heads and model.target_head.weight is None:
-            model.target_head.set_rows(model.lm_head.weight)
+            rows = model.lm_head.weight
+            if rows.shape[-1] != H:  # a head of the draft layers' width: the verifier's is beside it
+                rows = nn.Parameter(torch.empty(V, H), requires_grad=False)
+            model.target_head.set_rows(rows)
+        if hasattr(model, "make_key_layers"):
+            model.make_key_layers(info.name)
     return model
 
 
