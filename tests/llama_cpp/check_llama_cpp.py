@@ -130,8 +130,9 @@ def texts(prompts, tokenizer):
 
 @torch.no_grad()
 def right(model, prompts, answers, k):
-    """How many tokens a drafter drafts and has right, in llama.cpp's steps: the first one drafts behind the prompt, and
-    no step behind the limit or the end of the text."""
+    """How many tokens a drafter drafts and has right, as llama.cpp counts: its first step drafts behind the prompt; the
+    last ones draft no token that does not fit, unless none fits; an end of the text is accepted as the last of a draft
+    alone."""
     from speculators_nb.decode.tree import Sampling
     from speculators_nb.verifier.tapped_model import Verifier
 
@@ -143,15 +144,14 @@ def right(model, prompts, answers, k):
         drafter.reset()
         written, read = 0, 0
         while written <= LIMIT and len(prompt) + written < len(ids):
-            n, wanted = len(prompt) + written, min(k, max(LIMIT - written - 1, 0))
-            chain = []
-            if wanted:
-                chain = drafter.propose(ids[:n], states[read : n - 1], wanted, Sampling()).tokens.tolist()
-                read = n - 1
-            correct = 0
+            n, fit = len(prompt) + written, LIMIT - written - 1
+            wanted = min(k, fit) if fit > 0 else k
+            chain = drafter.propose(ids[:n], states[read : n - 1], wanted, Sampling()).tokens.tolist()
+            read, correct = n - 1, 0
             while correct < len(chain) and n + correct < len(ids) and chain[correct] == ids[n + correct]:
                 correct += 1
-            total, accepted, written = total + len(chain), accepted + correct, written + correct + 1
+            total, written = total + len(chain), written + correct + 1
+            accepted += correct - (n + correct == len(ids) and correct < len(chain))
     return total, accepted
 
 
