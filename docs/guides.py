@@ -14,7 +14,7 @@ from pathlib import Path
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = ("which_drafter", "first_run", "how_much_data", "low_acceptance", "measured")
+PAGES = ("which_drafter", "first_run", "how_much_data", "low_acceptance", "llama_cpp", "measured")
 NAMES = {
     "dflash": "DFlash",
     "dflash2": "DFlash2",
@@ -760,6 +760,19 @@ def quotes():
     }
 
 
+def in_llama_cpp():
+    found = json.loads((ROOT / "tests/llama_cpp/results.json").read_text())
+    rows = {}
+    for row in found["rows"]:
+        rows.setdefault(row["drafter"], []).append(row)
+    counts = [[f"{row['accepted']} / {row['accepted_here']}" for row in of] for of in rows.values()]
+    texts = [f"{sum(row['same_texts'] for row in of)} of {len(of) * found['prompts']}" for of in rows.values()]
+    files = [of[0]["converter"] for of in rows.values()]
+    lengths = [f"accepted there / here, K={row['k']}" for row in found["rows"][: len(counts[0])]]
+    head = ["drafter", "same text", *lengths, "llama.cpp's own converter makes"]
+    return table(head, [[*row[:2], *row[2], row[3]] for row in zip(rows, texts, counts, files)])
+
+
 BLOCKS = {
     made.__name__: made
     for made in (
@@ -798,6 +811,7 @@ BLOCKS = {
         by_drafted_here,
         one_drafter_many_numbers,
         spoilt,
+        in_llama_cpp,
     )
 }
 
