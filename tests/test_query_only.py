@@ -4,8 +4,10 @@ the keys that are made again are those of the verifier's cache."""
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_cli import run
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     Gemma4AssistantConfig,
     Gemma4AssistantForCausalLM,
     Gemma4TextConfig,
@@ -18,8 +20,8 @@ from transformers import (
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.convert import convert, export_native
-from speculators_nb.models.query_only import KEY_FAMILIES, KeyLayer, QueryOnlyDraftModel, layers_with_keys
-from speculators_nb.nn.layers import Rotary, draft_layer_config, first_layer
+from speculators_nb.models.query_only import KEY_FAMILIES, QueryOnlyDraftModel, layers_with_keys
+from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.verifier.tapped_model import Verifier
 
 V, H, D, WINDOW = 96, 32, 16, 6
@@ -181,12 +183,16 @@ def test_what_is_refused(tmp_path):
     assistant(tmp_path / "theirs")
     with pytest.raises(ValueError, match="reads the keys of a Gemma 4, and .* is a qwen3; give the verifier"):
         convert(tmp_path / "theirs", tmp_path / "ours", verifier=tmp_path / "qwen3")
-    from transformers import Gemma2Config
-
     saved(Gemma2Config(**SIZES, sliding_window=8), tmp_path / "gemma2")
     with pytest.raises(ValueError, match="is a gemma2: the keys and values of llama, .* choose another drafter"):
         QueryOnlyDraftModel.from_training_args(
             draft_layer_config(VERIFIERS["qwen3"]), verifier_name_or_path=str(tmp_path / "gemma2")
+        )
+    long = LlamaConfig(**SIZES, rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0))
+    saved(long, tmp_path / "long")
+    with pytest.raises(ValueError, match="rope_type='dynamic' depends on the length of a text.* another drafter"):
+        QueryOnlyDraftModel.from_training_args(
+            draft_layer_config(long), verifier_name_or_path=str(tmp_path / "long"), target_layer_ids=[2]
         )
     drafter = QueryOnlyDraftModel.from_training_args(
         draft_layer_config(VERIFIERS["qwen3"]), verifier_name_or_path=str(tmp_path / "qwen3"), target_layer_ids=[2]
@@ -201,14 +207,26 @@ def test_what_is_refused(tmp_path):
         layers_with_keys(VERIFIERS["qwen3"], [4])
 
 
-def test_keys_are_rotated_as_the_draft_layers_turn_their_queries():
-    "A rotation that was one position off would still draft, and worse: the case can fail."
-    config, n = VERIFIERS["qwen3"], 8
-    torch.manual_seed(0)
-    model = moved(AutoModelForCausalLM.from_config(config))
-    layer = KeyLayer(config, 2).to_empty(device="cpu")
-    layer.load_state_dict({name: model.model.layers[2].get_parameter(name) for name in layer.state_dict()})
-    states, rotary = torch.randn(n, H), Rotary(first_layer(config))
-    keys, _ = layer(states, rotary(states, torch.arange(n)))
-    later, _ = layer(states, rotary(states, torch.arange(1, n + 1)))
-    assert not torch.allclose(keys, later, atol=1e-3)
+@pytest.mark.parametrize("family", KEY_FAMILIES)
+def test_scores_have_the_verifiers_factor(family, tmp_path):
+    model = saved(VERIFIERS[family], tmp_path)
+    drafter = QueryOnlyDraftModel.from_training_args(
+        draft_layer_config(model.config), verifier_name_or_path=str(tmp_path), target_layer_ids=[2]
+    )
+    for layer in drafter.config.key_layer_ids.values():
+        assert drafter.config.attention_scale == model.model.layers[layer].self_attn.scaling
+
+
+def test_the_command_serves_its_own_layout(tmp_path):
+    saved(SHARED, tmp_path / "v")
+    drafter = QueryOnlyDraftModel.from_training_args(
+        draft_layer_config(SHARED), verifier_name_or_path=str(tmp_path / "v"), ttt_steps=3
+    )
+    drafter.save_pretrained(tmp_path / "drafter")
+    words = ["serve", tmp_path / "drafter"]
+    assert "--native" in run(*words).output
+    done = run(*words, "--native", tmp_path / "native")
+    assert done.exit_code == 0, done.output
+    assert Gemma4AssistantForCausalLM.from_pretrained(tmp_path / "native").config.backbone_hidden_size == H
+    served = done.output
+    assert '"method": "mtp"' in served and '"num_speculative_tokens": 3' in served and "native" in served
