@@ -148,6 +148,7 @@ class QueryLayer(GradientCheckpointingLayer):
     def __init__(self, config: PretrainedConfig, index: int, scale: float):
         super().__init__()
         self.index, self.kind = index, config.layer_types[index]
+        self.window = config.sliding_window if self.kind == "sliding_attention" else None
         self.d = d = config.per_layer_config[index].head_dim
         D, eps, heads = config.hidden_size, config.rms_norm_eps, config.num_attention_heads
         self.query_scale = scale * d**0.5  # attention divides by the root of d
@@ -389,13 +390,11 @@ class QueryOnlyDraftModel(SpeculatorModel):
         self.lm_head = nn.Linear(D, config.vocab_size, bias=False)
         self.post_projection = nn.Linear(D, H, bias=False)
         self.rotaries: Any = nn.ModuleDict()  # of Rotary
-        self.windows = {}
+        self.windows = {layer.kind: layer.window for layer in self.layers}
         for layer in self.layers:
             of_kind = copy.copy(layers.per_layer_config[layer.index])
             of_kind.rope_parameters = layers.rope_parameters[layer.kind]
             self.rotaries[layer.kind] = Rotary(of_kind)
-            sliding = layer.kind == "sliding_attention"
-            self.windows[layer.kind] = layers.sliding_window if sliding else None
         self.key_layers: Any = nn.ModuleDict()  # of KeyLayer, from the verifier
         self.centroids = None
         if config.num_centroids is not None:
