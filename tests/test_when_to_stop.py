@@ -1,5 +1,6 @@
 "Adaptive draft lengths: policies and oracles against loops, and greedy text through the real decoder."
 
+import copy
 from itertools import pairwise
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from speculators_nb.decode.draft_model import DraftModel
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.tree import TokenTree
@@ -16,12 +18,14 @@ from speculators_nb.evaluate.when_to_stop import (
     FixedLength,
     LengthByConfidence,
     LengthByRates,
+    StoppingDrafter,
     least_costs,
     record_drafts,
     simulate,
 )
 from speculators_nb.verifier.tapped_model import Verifier
 
+PROMPTS = [[3, 4, 5, 3, 4, 5, 3], [7, 1, 2, 7], [9, 9]]
 COSTS = [1.0, 1.9, 2.1, 2.2]  # the first draft token is the dearest, as with experts
 
 
@@ -135,9 +139,8 @@ class Wrong(NoDrafter):
 @pytest.mark.parametrize("drafter, lengths", [(NgramDrafter(), {4}), (Wrong(), {4, 0})])
 def test_greedy_text_stays_and_useless_drafts_end(verifier, drafter, lengths):
     "The random verifier's greedy text repeats itself: n-gram is nearly always right."
-    prompts = [[3, 4, 5, 3, 4, 5, 3], [7, 1, 2, 7], [9, 9]]
-    plain = generate(verifier, NoDrafter(), prompts, k=0, max_new_tokens=40)
-    adaptive = generate(verifier, drafter, prompts, k=LengthByRates(step_costs(4, 0.3)), max_new_tokens=40)
+    plain = generate(verifier, NoDrafter(), PROMPTS, k=0, max_new_tokens=40)
+    adaptive = generate(verifier, drafter, PROMPTS, k=LengthByRates(step_costs(4, 0.3)), max_new_tokens=40)
     assert [g.tokens for g in adaptive] == [g.tokens for g in plain]
     assert lengths <= {step.requested for g in adaptive for step in g.steps}
 
@@ -166,3 +169,41 @@ def test_what_is_recorded_is_what_a_decoder_accepts(verifier):
     assert drafts.logits == pytest.approx(0, abs=1e-5)  # log-odds of 1/2
     decoded = generate(verifier, drafter, prompt, k=2, max_new_tokens=14)
     assert len(decoded.steps) == simulate([drafts], FixedLength(2), [1, 1, 1])[0, 2]
+
+
+def noisy(verifier, noise):
+    "A draft model: the verifier with some noise in its weights."
+    model = copy.deepcopy(verifier.model)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(noise * p.std() * torch.randn(p.shape, generator=generator))
+    return DraftModel(model, verifier)
+
+
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_a_stopping_draft_model_takes_the_steps_that_the_simulator_counts(verifier, prompt):
+    costs, drafter = step_costs(4, 0.2), noisy(verifier, 0.2)
+    text = record_drafts(verifier, drafter, prompt, 4, max_new_tokens=60)
+    simulated = simulate([text], LengthByConfidence(costs), costs)
+    decoded = generate(verifier, StoppingDrafter(drafter, LengthByConfidence(costs)), prompt, k=4, max_new_tokens=60)
+    assert decoded.tokens == generate(verifier, NoDrafter(), prompt, k=0, max_new_tokens=60).tokens
+    assert len(decoded.steps) == simulated[0, 2]
+    assert len({len(s.draft) for s in decoded.steps}) > 2
+
+
+def test_requests_of_a_batch_stop_apart_and_learn_together(verifier):
+    policy = LengthByConfidence(step_costs(4, 0.2))
+    stopping = StoppingDrafter(noisy(verifier, 0.2), policy)
+    plain = generate(verifier, NoDrafter(), PROMPTS, k=0, max_new_tokens=40)
+    decoded = generate(verifier, stopping, PROMPTS, k=4, max_new_tokens=40)
+    assert [g.tokens for g in decoded] == [g.tokens for g in plain]
+    assert policy.steps == sum(s.requested > 0 for g in decoded for s in g.steps)
+
+
+def test_a_drafter_that_cannot_stop_is_refused(verifier):
+    stopping = StoppingDrafter(NgramDrafter(), LengthByConfidence(COSTS))
+    with pytest.raises(ValueError, match="NgramDrafter does not draft one token after the other"):
+        generate(verifier, stopping, PROMPTS[0], k=3, max_new_tokens=9)
+    with pytest.raises(ValueError, match="parallel=True"):
+        StoppingDrafter(NgramDrafter(), LengthByConfidence(COSTS, parallel=True))

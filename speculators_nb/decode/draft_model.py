@@ -37,6 +37,7 @@ class DraftModel:
 
     aux_layer_ids = ()
     reads_host_tokens = True  # what it has read is compared on the host
+    goes_on: Callable[[Tensor], bool] | None = None  # of a token's logits [1, V]
 
     def __init__(
         self,
@@ -148,7 +149,7 @@ class DraftModel:
         features: Tensor | None,  # not used
         k: int,  # tokens wanted
         sampling: Sampling,  # of this request: the model draws as the verifier does
-    ) -> TokenTree:  # a chain of k; shorter or empty where the model's own context ends
+    ) -> TokenTree:  # a chain of k; shorter where `goes_on` says so or its context ends
         "Draft k tokens, one after the other."
         drafted, draft_probs = [], []
         for _ in range(min(k, self.context_length - len(tokens) + 1)):
@@ -159,6 +160,8 @@ class DraftModel:
             else:
                 token = likeliest(logits)
             drafted.append(token)
+            if self.goes_on is not None and not self.goes_on(logits):
+                break
         if not drafted:
             return TokenTree.chain(tokens[:0])
         probs = torch.cat(draft_probs) if draft_probs else None

@@ -153,7 +153,8 @@ class Request:
     drafter: Drafter  # its own, with its own state
     sampling: Sampling
     read: int = 0
-    features: Tensor | None = None  # [m, A·H] hidden states that are new to the drafter
+    # [m, A·H] of each step, hidden states that are new to the drafter
+    features: list[Tensor] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     finish_reason: str | None = None  # None: not finished
     # all hidden states so far, for a drafter that asks to keep them
@@ -203,7 +204,9 @@ def propose(
 
     with checks_later() as checks:
         try:
-            draft = drafter.propose(tokens, request.features, requested, sampling)
+            features = torch.cat(request.features) if request.features else None
+            request.features.clear()
+            draft = drafter.propose(tokens, features, requested, sampling)
         except ValueError as e:
             raise named(e) from e
     for check in checks:
@@ -307,11 +310,11 @@ def add_step(
     accepted = to_device(nodes, hidden.device)
     if nodes == list(range(len(nodes))):
         accepted = slice(0, len(nodes))
-    request.features = None
     if len(request.drafter.aux_layer_ids):
-        request.features = torch.cat([hidden[:unread], hidden[unread:][accepted]])
+        features = torch.cat([hidden[:unread], hidden[unread:][accepted]])
+        request.features.append(features)
         if getattr(request.drafter, "keeps_states", False):
-            request.states.append(request.features)
+            request.states.append(features)
 
     new = [*(draft[node] for node in path), last]
     end = next((i + 1 for i, t in enumerate(new) if t in stop), None)

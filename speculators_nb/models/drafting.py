@@ -244,6 +244,7 @@ class ChainDrafter(CachedDrafter):
     `first_states`, `step` and `logits`; `first_position` is the position of the first key."""
 
     first_position = 1  # a drafter of shifted rows reads (x_1, g_0) first
+    goes_on: Callable[[torch.Tensor], bool] | None = None  # of a token's logits [1, Vd]
 
     def first_states(
         self, features: torch.Tensor
@@ -296,7 +297,7 @@ class ChainDrafter(CachedDrafter):
         features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
         k: int,  # tokens wanted
         sampling: Sampling,  # temperature and generator
-    ) -> TokenTree:  # a chain of k
+    ) -> TokenTree:  # a chain of k, or of fewer where `goes_on` says so
         "Draft k tokens, one after the other."
         states = self.read(tokens, features)
         decided = self.cache.get_seq_length()
@@ -310,6 +311,8 @@ class ChainDrafter(CachedDrafter):
             else:
                 token = likeliest(logits)
             drafted.append(self.model.to_verifier(token))
+            if self.goes_on is not None and not self.goes_on(logits):
+                break
             if j + 1 < k:
                 states = self.step(self.next_input(states), drafted[-1])
         crop_cache(self.cache, decided)

@@ -19,6 +19,8 @@ from speculators_nb.decode.proposal_setup import TreeDrafter
 from speculators_nb.decode.suffix import SuffixDrafter
 from speculators_nb.decode.tree import probabilities
 from speculators_nb.decode.tree_growth import draw_greedy_plus_one, parse_tree
+from speculators_nb.evaluate.speedup import step_costs
+from speculators_nb.evaluate.when_to_stop import LengthByConfidence, StoppingDrafter
 from speculators_nb.lab.experiment import CONTENDERS, heldout_prompts, train_equally
 from speculators_nb.lab.shipped import read_corpus
 from speculators_nb.models.base import SpeculatorModel
@@ -63,15 +65,18 @@ def make(name, drafters, verifier):
     drafter = draft_model(verifier) if base == "draft-model" else drafters[base]
     if kind == "argmax":
         return ArgmaxDrafter(drafter)
+    if kind == "stopping":
+        return StoppingDrafter(drafter, LengthByConfidence(step_costs(3, 0.2)))
     if kind == "greedy+1":
         return TreeDrafter(drafter, TREES["static"], draw_greedy_plus_one)
     return TreeDrafter(drafter, TREES[kind]) if kind else drafter
 
 
 def remembered(name, drafter, memory):
-    "The same, with its deterministic part remembered. Suffix decoding learns from text to text: nothing of it is."
+    """The same, with its deterministic part remembered; nothing of what learns from text to text (suffix decoding, and
+    when to stop)."""
     base, _, kind = name.partition(" ")
-    if base == "suffix":
+    if base == "suffix" or kind == "stopping":
         return drafter
     if kind in ("argmax", "dynamic") or base == "n-gram":
         return Deterministic(drafter, memory)
