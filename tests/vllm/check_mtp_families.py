@@ -84,6 +84,21 @@ FAMILIES = {
         {},
     ),
 }
+# its drafter is a checkpoint of its own, which reads the verifier's keys and values: heads of two sizes, and a window
+GEMMA = SMALL | dict(
+    num_hidden_layers=4,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=64,
+    global_head_dim=128,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    sliding_window=16,
+    hidden_size_per_layer_input=0,
+    vocab_size_per_layer_input=0,
+    num_kv_shared_layers=0,
+)
+GEMMA.pop("num_nextn_predict_layers")
+FAMILIES["gemma4_text"] = ("Gemma4ForCausalLM", GEMMA, {})
 # MiMo's checkpoints bring their config's class, and vLLM asks for it
 MIMO = """from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 class MiMoConfig(Qwen2Config):
@@ -117,6 +132,24 @@ def make_verifier(family, folder):
     return folder
 
 
+def make_assistant(own, folder):
+    """A query-only drafter behind Gemma 4, in front of the engine in its own layout."""
+    import torch
+
+    from speculators_nb.train.train_drafter import new_drafter
+
+    drafter = new_drafter("query_only", own, draft_hidden_size=H, ttt_steps=K)
+    with torch.no_grad():  # the token counts more than the state
+        projection = drafter.pre_projection.weight
+        projection[:, :H] = 0.2 * projection[:, H:]
+        projection[:, H:] *= 0.5
+    moved(drafter, torch.Generator().manual_seed(1)).save_pretrained(folder / "gemma4-drafter")
+    drafter.save_native(folder / "gemma4-assistant")
+    said = dict(method="mtp", model=str(folder / "gemma4-assistant"), num_speculative_tokens=K)
+    run = dict(model=str(own), speculative_config=said)
+    return Case(run, folder / "gemma4-drafter", own, contract="save_native")
+
+
 def make_case(family, folder):
     """A family's verifier with a head of ours, in front of the engine."""
     import torch
@@ -125,6 +158,8 @@ def make_case(family, folder):
     from speculators_nb.models.mtp_native import stitch_mtp
 
     own = make_verifier(family, folder / f"{family}-verifier")
+    if family == "gemma4_text":
+        return make_assistant(own, folder)
     head = MTPDraftModel.from_training_args(
         verifier_name_or_path=str(own), fresh_head=True, verifier_norm=True, num_speculative_steps=K
     )
