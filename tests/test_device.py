@@ -96,7 +96,7 @@ def test_decoding_makes_every_tensor_on_its_device(name):
     asked = prompts(2)
     expected = generate(verifier, NoDrafter(), asked[0], k=0, max_new_tokens=6).tokens
     on_cuda(model), on_cuda(verifier.model)
-    drafters = [proposer, *([TreeDrafter(proposer, [(0,), (1,), (0, 0)])] if proposer.grow else [])]
+    drafters = [proposer, TreeDrafter(proposer, [(0,), (1,), (0, 0)])]
     with PretendCuda():
         assert verifier.device.type == "cuda"
         texts = [
@@ -150,8 +150,7 @@ def test_a_step_of_one_shape_waits_once(temperature):
 def test_a_decoding_step_waits_for_the_device_once(name, temperature):
     "Chains, trees of a given shape and trees that grow; one request, and two that accept different numbers of tokens."
     drafter, verifier = decoding(name)
-    trees = [TreeDrafter(drafter, method) for method in GROWN] if drafter.grow else []
-    for d in (drafter, *trees):
+    for d in (drafter, *(TreeDrafter(drafter, method) for method in GROWN)):
         sampling = Sampling(temperature)
         (one,) = wait_once(verifier, d, prompts(2)[1], k=2, sampling=sampling)
         if temperature or d is drafter:

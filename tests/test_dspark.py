@@ -297,7 +297,7 @@ def test_a_block_is_its_steps(kind):
     g = torch.Generator().manual_seed(0)
     head = MarkovHead(11, 7, 4, 5, kind)
     embeds, hidden = torch.randn(3, 6, 4, generator=g), torch.randn(3, 6, 5, generator=g)
-    state, codes = None, []
+    state, codes = torch.zeros(3, 4), []
     for s in range(6):
         code, state = head.step(embeds[:, s], hidden[:, s], state)
         codes.append(code)
@@ -387,7 +387,7 @@ def test_a_temperature_divides_its_slots_logit(from_anchor):
     def draft(*stopping, tokens_wanted=k):
         drafter = model.drafter(*stopping)
         tree = drafter.propose(tokens, features, tokens_wanted, Sampling())
-        return tree.tokens, torch.cat(drafter.confidence_logits)
+        return tree.tokens, drafter.confidence_logits
 
     whole, logits = draft(0.0)
     _, sure = block_laws(model, torch.cat([tokens, whole]), features, 11, k)

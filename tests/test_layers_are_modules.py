@@ -30,7 +30,7 @@ class Calls:
 
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_hooks_of_layers_fire(name):
-    "In a training step, lean and by the dense definition, in a chain of draft tokens, and in a tree where one grows."
+    "In a training step, lean and by the dense definition, in a chain of draft tokens, and in a tree."
     family = family_of(name)
     model = drafter(name, family)
     layers = list(model.layers)
@@ -48,10 +48,9 @@ def test_hooks_of_layers_fire(name):
         features = batch["verifier_last_hidden_states"][0, :5]
     drafting.propose(tokens, features, 3, Sampling())
     counted["propose"] = calls.since()
-    if drafting.grow is not None:
-        drafting.reset()
-        with drafting.grow(tokens, features, 3) as next_log_probs, torch.inference_mode():
-            dynamic_tree(next_log_probs, top_k=2, depth=3, total_tokens=6)
-        counted["grow"] = calls.since()
+    drafting.reset()
+    with drafting.grow(tokens, features, 3) as next_log_probs, torch.inference_mode():
+        dynamic_tree(next_log_probs, top_k=2, depth=3, total_tokens=6)
+    counted["grow"] = calls.since()
     assert all(all(count) for count in counted.values()), counted
     assert counted["lean"] == counted["dense"]

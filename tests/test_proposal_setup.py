@@ -2,9 +2,12 @@
 text by its law; what is refused."""
 
 import copy
+import functools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from speculators_nb.core.registry import (
@@ -18,7 +21,7 @@ from speculators_nb.decode.draft_model import DraftModel
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.proposal_setup import TreeDrafter, proposal_setup
-from speculators_nb.decode.tree import Drafter, Sampling, TokenTree
+from speculators_nb.decode.tree import Drafter, GreedyWithProbs, Sampling, TokenTree
 from speculators_nb.decode.tree_growth import dynamic_tree, parse_tree, static_tree
 from speculators_nb.nn.draft_vocabulary import vocab_mapping_from_frequencies
 from speculators_nb.train.train_drafter import new_drafter
@@ -45,6 +48,7 @@ METHODS = {
     "static": StaticTreeTokenProposalConfig(initial_branching_factor=3, branching_factor=2, depth=3),
     "dynamic": DynamicTreeTokenProposalConfig(speculative_tokens=9, expansion_factor=3, depth=4),
 }
+BLOCKS = dict(draft_arch="qwen3", mask_token_id=V - 1)
 LEARNED = {  # name -> (algorithm, arguments of `new_drafter`)
     "eagle": ("eagle", {}),
     "eagle3": ("eagle3", {}),
@@ -61,9 +65,32 @@ LEARNED = {  # name -> (algorithm, arguments of `new_drafter`)
     "medusa": ("medusa", dict(num_heads=3)),
     "mlp": ("mlp", dict(num_heads=4, intermediate_size=20)),
     "mlp, untied": ("mlp", dict(num_heads=4, tie_weights=False)),
+    "dspark": ("dspark", BLOCKS | dict(block_size=5, markov_rank=5)),
+    "dspark, rnn": (
+        "dspark",
+        BLOCKS | dict(block_size=6, markov_rank=5, markov_head_type="rnn", sample_from_anchor=False),
+    ),
+    "dspark, gated, half the vocabulary": (
+        "dspark",
+        BLOCKS | dict(block_size=5, markov_rank=5, markov_head_type="gated", draft_vocab_size=V // 2),
+    ),
+    "domino": ("domino", BLOCKS | dict(block_size=5, emb_dim=6, gru_hidden_dim=7)),
+    "domino, half the vocabulary": (
+        "domino",
+        BLOCKS
+        | dict(block_size=6, emb_dim=6, gru_hidden_dim=7, sample_from_anchor=False, draft_vocab_size=V // 2)
+        | dict(pure_draft_prefix_len=0),
+    ),
+    "dflash2": ("dflash2", BLOCKS | dict(block_size=6, selector_rank=5, selector_top_k=7)),
+    "xpress": ("xpress", BLOCKS | dict(block_size=6, xpress_rank=6)),
+    "xpress, half the vocabulary": (
+        "xpress",
+        BLOCKS | dict(block_size=5, xpress_rank=6, sample_from_anchor=True, draft_vocab_size=V // 2),
+    ),
 }
 LAST_STATE = ("eagle", "mtp", "medusa", "mlp")  # read the verifier's last state, and no layers of a choice
-PARALLEL = [name for name in LEARNED if name.startswith(("peagle", "dflash", "medusa"))]
+PARALLEL = [name for name in LEARNED if name.startswith(("peagle", "dflash", "medusa")) and name != "dflash2"]
+PATHS = [name for name in LEARNED if name.startswith(("mlp", "dspark", "domino", "dflash2", "xpress"))]
 
 
 @pytest.fixture(scope="module")
@@ -141,14 +168,38 @@ def paths_of(tree):
     return paths
 
 
+def text_for(folder, drafter):
+    "Nine tokens, and the states of all but the last."
+    return text_of(folder, tuple(drafter.aux_layer_ids) or (0,))
+
+
+@functools.cache
+def text_of(folder, layers):
+    verifier = Verifier.from_pretrained(folder, layers)
+    tokens = torch.randint(2, V, (9,), generator=torch.Generator().manual_seed(2))
+    return tokens, verifier(tokens[None, :-1]).hidden_states[0]
+
+
+class Forced(Sampling):
+    "Draws the tokens of a path, and then any."
+
+    def __init__(self, drafter, path):
+        super().__init__(1.0)
+        self.drafter, self.script = drafter, iter(path)
+
+    def draw(self, probs):
+        ids = torch.arange(probs.shape[-1])
+        if len(ids) != V:
+            ids = self.drafter.model.to_verifier(ids)
+        return (ids == next(self.script, 0)).long().argmax()[None]
+
+
 @pytest.mark.parametrize("name", PARALLEL)
 def test_parallel_slots_make_a_product(folder, drafter_of, name):
     """Below every node of a level stands the law of the next slot, which is that of `propose`; the cache is left for
     the next step."""
     drafter = drafter_of(name)
-    verifier = Verifier.from_pretrained(folder, drafter.aux_layer_ids)
-    tokens = torch.randint(2, V, (9,), generator=torch.Generator().manual_seed(2))
-    states = verifier(tokens[None, :-1]).hidden_states[0]
+    tokens, states = text_for(folder, drafter)
     drafter.reset()
     laws = drafter.propose(tokens, states, 3, Sampling(1.0, torch.Generator().manual_seed(0))).probs
     drafter.reset()
@@ -166,9 +217,7 @@ def test_a_nodes_law_is_that_of_a_chain_along_its_path(folder, drafter_of, name)
     rounding alone lies between the laws (the largest seen is 6e-5, behind logits of 20 and more). Before and after, the
     drafter's chains are the same: growing leaves no trace."""
     drafter = drafter_of(name)
-    verifier = Verifier.from_pretrained(folder, drafter.aux_layer_ids or [0])
-    tokens = torch.randint(2, V, (9,), generator=torch.Generator().manual_seed(2))
-    states = verifier(tokens[None, :-1]).hidden_states[0]
+    tokens, states = text_for(folder, drafter)
     drafter.reset()
     drafter.propose(tokens[:5], states[:4], 2, Sampling())
     asked = {}
@@ -188,23 +237,66 @@ def test_a_nodes_law_is_that_of_a_chain_along_its_path(folder, drafter_of, name)
     )
     assert len(asked) == 1 + 3 * 3
     for path, got in asked.items():
-        script = [*path, 0]
-
-        class Forced(Sampling):
-            def draw(self, probs):
-                token = script[len(laws)]
-                laws.append(token)
-                ids = (
-                    torch.arange(V)
-                    if probs.shape[-1] == V
-                    else drafter.model.to_verifier(torch.arange(probs.shape[-1]))
-                )
-                return (ids == token).long().argmax()[None]
-
-        laws = []
         drafter.reset()
-        chain = drafter.propose(tokens, states, len(path) + 1, Forced(1.0))
-        torch.testing.assert_close(chain.probs[-1], got, rtol=1e-3, atol=1e-4)
+        chain = drafter.propose(tokens, states, 4, Forced(drafter, path))
+        torch.testing.assert_close(chain.probs[len(path)], got, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_tree_of_one_child_a_level_is_the_chain(folder, drafter_of, name):
+    "Bit for bit: the head gets the same tokens and states, and gives the same logits."
+    drafter = copy.copy(drafter_of(name))
+    tokens, states = text_for(folder, drafter)
+    head, given = drafter.head, []
+
+    def noting(*request):
+        made = head(*request)
+
+        def step(*of_paths):
+            given.append(made.step(*of_paths))
+            return given[-1]
+
+        return made._replace(step=step)
+
+    drafter.head = noting
+    chain = drafter.propose(tokens, states, 4, GreedyWithProbs())
+    by_chain, given = given, []
+    drafter.reset()
+    with torch.inference_mode(), drafter.grow(tokens, states, 4) as law:
+        tree = static_tree(law, 1, 1, 4)
+    assert tree.is_chain and len(tree) == 4 and torch.equal(tree.tokens, chain.tokens)
+    for (one, before), (other, after) in zip(by_chain, given, strict=True):
+        assert torch.equal(one, other) and all(map(torch.equal, before, after))
+    drafter.reset()  # as greedy decoding drafts
+    assert torch.equal(drafter.propose(tokens, states, 4, Sampling()).tokens, chain.tokens)
+
+
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 10**6))
+@pytest.mark.parametrize("name", PATHS)
+def test_random_trees(folder, drafter_of, name, seed):
+    "Nodes drawn at random, of any token: the law behind each is that of the chain that is forced along its path."
+    drafter = drafter_of(name)
+    tokens, states = text_for(folder, drafter)
+    g = torch.Generator().manual_seed(seed)
+    laws, level, ids, parents = {}, [-1], [], []
+    drafter.reset()
+    with torch.inference_mode(), drafter.grow(tokens, states, 4) as law:
+        for _ in range(4):
+            tree = TokenTree(torch.tensor(ids).long(), torch.tensor(parents).long())
+            rows = law(torch.tensor(level), tree.tokens, tree.parents)
+            paths = paths_of(tree)
+            laws |= {paths[node]: row.exp() for node, row in zip(level, rows)}
+            words = [torch.multinomial(row.exp(), 2, generator=g).tolist() for row in rows]
+            children = [(node, word) for node, pair in zip(level, words) for word in pair]
+            kept = [children[i] for i in torch.randperm(len(children), generator=g)[:3]]
+            level = list(range(len(ids), len(ids) + len(kept)))
+            ids, parents = ids + [word for _, word in kept], parents + [node for node, _ in kept]
+    assert len(laws) >= 9
+    for path, got in laws.items():
+        drafter.reset()
+        chain = drafter.propose(tokens, states, 4, Forced(drafter, path))
+        torch.testing.assert_close(chain.probs[len(path)], got, rtol=1e-3, atol=1e-4)
 
 
 def test_window(folder):
@@ -255,15 +347,6 @@ def test_the_tree_is_the_methods(drafter_of):
     drawn = drafter.propose(tokens, None, 2, Sampling(1.0, torch.Generator().manual_seed(0)))
     assert len(drawn) == 9 and drawn.probs is not None
     assert len(TreeDrafter(drafter_of("draft model"), METHODS["dynamic"]).propose(tokens, None, 9, Sampling(1.0))) == 9
-
-
-def test_a_markov_head_grows_no_tree(folder):
-    "It inherits from a drafter that does; its own slots depend on each other."
-    drafter = new_drafter(
-        "dspark", folder, draft_arch="qwen3", mask_token_id=V - 1, block_size=4, target_layer_ids=[0, 2, 4]
-    ).drafter()
-    with pytest.raises(TypeError, match="DSparkDrafter drafts chains only"):
-        proposal_setup(drafter, METHODS["static"])
 
 
 @pytest.mark.parametrize("name", ["medusa", "mlp", "mlp, untied"])

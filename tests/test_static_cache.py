@@ -60,8 +60,7 @@ def case(name):
 def test_drafters_take_the_same_steps(name, temperature):
     "Chains and trees of two requests; the draft tokens and what is accepted of them are equal too."
     proposer, v = case(name)
-    trees = [TreeDrafter(proposer, [(0,), (1,), (0, 0)])] if proposer.grow else []
-    for d in (proposer, *trees):
+    for d in (proposer, TreeDrafter(proposer, [(0,), (1,), (0, 0)])):
         done = []
         for kv_cache in ("dynamic", "static"):
             sampling = Sampling(temperature, torch.Generator().manual_seed(1))

@@ -143,7 +143,7 @@ def record_confidences(
 
     def logits_of(propose):
         propose()
-        return torch.cat(drafter.confidence_logits).cpu()
+        return drafter.confidence_logits.cpu()
 
     recorded = Metered(drafter, logits_of)
     answers = decode_prompts(

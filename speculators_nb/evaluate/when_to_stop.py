@@ -44,8 +44,8 @@ def draft_confidence(
 ) -> np.ndarray:  # [k] logits
     "Of the confidence head where the drafter has one, else of the likeliest token."
     head = getattr(drafter, "confidence_logits", None)
-    if head:
-        return torch.cat(head).numpy()
+    if head is not None:
+        return head.numpy()
     assert draft.probs is not None, "record with GreedyWithProbs"
     return log_odds(draft.probs).numpy()
 

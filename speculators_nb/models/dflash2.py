@@ -8,8 +8,7 @@ __all__ = ['NEW_FIELDS', 'DFLASH2_RULES', 'DFlash2SpeculatorConfig', 'convolve',
            'CandidateSelector', 'candidate_metrics', 'DFlash2Drafter', 'drafts_all_slots', 'DFlash2DraftModel']
 
 # %% ../../nbs/models/12_dflash2.ipynb #7d7da872
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import field
 from typing import Any
 
@@ -20,19 +19,18 @@ from transformers import PretrainedConfig
 
 from ..core.config import SpeculatorModelConfig
 from ..core.options import RULES, number, whole
-from ..decode.tree import Sampling, TokenTree
-from ..decode.tree_growth import recurrent_log_probs
 from .base import SpeculatorModel
 from .blocks import BLOCK_RULES, drafts_as_trained
 from speculators_nb.models.dflash import (
+    BlockReader,
     BlockStates,
-    DFlashDrafter,
     DFlashDraftModel,
     DFlashSpeculatorConfig,
     SlotBias,
     masks_alone,
     one_direction,
 )
+from .drafting import PathDrafter, PathHead
 from .dspark import acceptance_metrics
 from speculators_nb.models.serving_rules import (
     Rule,
@@ -225,67 +223,28 @@ def candidate_metrics(
     return metrics | {name: selected[name] for name in ("eal_sum", "eal_total")}
 
 # %% ../../nbs/models/12_dflash2.ipynb #df2nodes
-class DFlash2Drafter(DFlashDrafter):
-    "The same, or node by node."
+class DFlash2Drafter(BlockReader, PathDrafter):
+    "One forward pass for the candidates of all slots, then token by token, or level by level."
 
-    def rows(
+    def head(
         self,
         tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
         features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        k: int,  # tokens wanted
-    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        "A function of depths [F] and the tokens in front [F]: scores [F, V], -inf for others."
+        k: int,  # tokens wanted in a row
+    ) -> PathHead:
+        "The selector behind one block: scores of candidates, -inf for all other tokens."
         selector, top_k = self.model.candidate_selector, self.model.config.selector_top_k
         hidden = self.read_block(tokens, features, k)[-k:]
         logits = self.model.lm_head(hidden)
         unary, candidates = logits.topk(top_k, -1)
 
-        def scored(depths, previous):
-            codes = selector(hidden[depths], previous)[1]
-            few = selector.scores(unary[depths], codes, candidates[depths])
-            nothing = torch.full_like(logits[depths], -torch.inf)
-            return nothing.scatter(-1, candidates[depths], few)
+        def step(depth, last, _):
+            codes = selector(hidden[depth], last)[1]
+            few = selector.scores(unary[depth], codes, candidates[depth])
+            scores = few.new_full((len(last), logits.shape[1]), -torch.inf)
+            return scores.index_copy(1, candidates[depth], few), ()
 
-        return scored
-
-    @torch.inference_mode()
-    def propose(
-        self,
-        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
-        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        k: int,  # tokens wanted
-        sampling: Sampling,  # temperature and generator
-    ) -> TokenTree:  # a chain of k
-        "Draft k tokens, each selected behind the one before it."
-        rows = self.rows(tokens, features, k)
-        drafted, draft_probs = [tokens[-1:]], []
-        for depth in torch.arange(k, device=tokens.device).split(1):
-            draft_probs.append(sampling.probabilities(rows(depth, drafted[-1])))
-            drafted.append(sampling.draw(draft_probs[-1]))
-        chain = torch.cat(drafted[1:])
-        return TokenTree.chain(chain, torch.cat(draft_probs) if sampling.temperature else None)
-
-    @contextmanager
-    def grow(
-        self,
-        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
-        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        depth: int,  # of the deepest node
-    ) -> Iterator[Callable]:  # nodes -> log-probabilities, see `tree_growth`
-        "Next-token log-probabilities for the nodes of a tree: a row behind each node's token."
-        rows = self.rows(tokens, features, depth)
-
-        level = 0
-
-        def step(ids, previous, ancestors):
-            nonlocal level
-            level += 1
-            return ids  # the state of a node is its token
-
-        def scores(previous):
-            return rows(torch.full_like(previous, level), previous)
-
-        yield recurrent_log_probs(step, scores, tokens[-1], 0)
+        return PathHead(step, (), k)
 
 # %% ../../nbs/models/12_dflash2.ipynb #4a3f509a
 def drafts_all_slots(

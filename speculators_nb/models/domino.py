@@ -17,15 +17,15 @@ from torch.nn import functional as F
 
 from ..core.config import SpeculatorModelConfig
 from ..core.options import RULES, number, whole
-from ..decode.tree import Sampling, TokenTree
 from .base import SpeculatorModel
 from speculators_nb.models.dflash import (
+    BlockReader,
     BlockStates,
-    DFlashDrafter,
     DFlashDraftModel,
     DFlashSpeculatorConfig,
     SlotBias,
 )
+from .drafting import PathDrafter, PathHead
 from ..nn.step_weights import StepWeights
 from ..nn.supervision import sum_and_total
 
@@ -74,41 +74,33 @@ def base_weight(
     return 0.0 if progress is None else start * max(0.0, 1 - progress / decay_ratio)
 
 # %% ../../nbs/models/22_domino.ipynb #dmnA0012
-class DominoDrafter(DFlashDrafter):
-    "One forward pass for the states of all slots, then token by token."
+class DominoDrafter(BlockReader, PathDrafter):
+    "One forward pass for the states of all slots, then token by token, or level by level."
 
-    grow: None = None  # a slot's distribution depends on the tokens in front of it: chains only
     trained_tokens: int
 
-    @torch.inference_mode()
-    def propose(
+    def head(
         self,
         tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
         features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        k: int,  # tokens wanted
-        sampling: Sampling,  # temperature and generator
-    ) -> TokenTree:  # a chain of k, or of as many as were trained
-        "Draft k tokens, one after the other."
+        k: int,  # tokens wanted in a row; all slots are run anyway
+    ) -> PathHead:
+        "The GRU behind one block."
         model, config = self.model, self.model.config
-        k = min(k, self.trained_tokens)
         hidden = self.read_block(tokens, features, self.trained_tokens)[config.first_slot :]
         logits = model.lm_head(hidden)
-        token, state = tokens[-1:], None
-        drafted, draft_probs = [], []
-        for i in range(k):
-            prefix, state = model.read_prefix(token, state)
-            slot_logits = logits[i : i + 1]
-            if i >= config.pure_draft_prefix_len:
-                code = model.correction_code(hidden[i : i + 1], prefix)
-                slot_logits = slot_logits + model.embed_proj[2](code)
-            draft_probs.append(sampling.probabilities(slot_logits))
-            token = model.to_verifier(sampling.draw(draft_probs[-1]))
-            drafted.append(token)
-        if not drafted or not sampling.temperature:
-            return TokenTree.chain(torch.cat([tokens[:0], *drafted]))
-        return TokenTree.chain(
-            torch.cat(drafted), self.over_verifier_vocabulary(torch.cat(draft_probs))
-        )
+
+        def step(depth, last, of_parents):
+            (state,) = of_parents
+            prefix, _ = model.read_prefix(last[:, None], state[None])
+            prefix = prefix[:, 0]
+            if depth < config.pure_draft_prefix_len:
+                return logits[depth].expand(len(last), -1), (prefix,)
+            code = model.correction_code(hidden[depth].expand(len(last), -1), prefix)
+            return logits[depth] + model.embed_proj[2](code), (prefix,)
+
+        state = model.prefix_gru.weight_hh_l0.new_zeros(1, config.gru_hidden_dim)
+        return PathHead(step, (state,), self.trained_tokens)
 
 # %% ../../nbs/models/22_domino.ipynb #dmnA0014
 @SpeculatorModel.register("domino")

@@ -9,6 +9,7 @@ __all__ = ['MARKOV_HEADS', 'DSPARK_RULES', 'DSparkSpeculatorConfig', 'MarkovHead
            'sliding_is_causal', 'DSparkDraftModel']
 
 # %% ../../nbs/models/11_dspark.ipynb #d6655d17
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -22,12 +23,13 @@ from ..decode.tree import Sampling, TokenTree
 from .base import SpeculatorModel
 from .blocks import BLOCK_RULES, drafts_as_trained
 from speculators_nb.models.dflash import (
+    BlockReader,
     BlockStates,
-    DFlashDrafter,
     DFlashDraftModel,
     DFlashSpeculatorConfig,
     SlotBias,
 )
+from .drafting import PathDrafter, PathHead
 from speculators_nb.models.serving_rules import (
     Rule,
     layer_of,
@@ -98,16 +100,14 @@ class MarkovHead(nn.Module):
         self,
         embeds: torch.Tensor,  # [..., r], W1 of the token in front
         hidden: torch.Tensor,  # [..., H], the slot's hidden state
-        state: torch.Tensor | None = None,  # [..., r], of the slot before; None: slot 0
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # code, state, each [..., r]
-        "The code of one slot."
+        state: torch.Tensor,  # [..., r], of the slot before; 0 in front of slot 0
+    ) -> tuple[torch.Tensor, torch.Tensor]:  # code, state, each [..., r]
+        "The code of one slot. Only that of an rnn depends on the state."
         if self.kind == "vanilla":
-            return embeds, None
+            return embeds, state
         if self.kind == "gated":
             gate = self.gate_proj(torch.cat([hidden, embeds], -1))
-            return torch.sigmoid(gate) * embeds, None
-        if state is None:
-            state = torch.zeros_like(embeds)
+            return torch.sigmoid(gate) * embeds, state
         keep, new, code = self.joint_proj(torch.cat([state, embeds, hidden], -1)).chunk(3, -1)
         keep = torch.sigmoid(keep)
         return torch.tanh(code), keep * state + (1 - keep) * torch.tanh(new)
@@ -119,8 +119,8 @@ class MarkovHead(nn.Module):
     ) -> torch.Tensor:  # [..., B, r]
         "The codes of blocks whose tokens are known."
         if self.kind != "rnn":
-            return self.step(embeds, hidden)[0]
-        state = None
+            return self.step(embeds, hidden, embeds)[0]
+        state = torch.zeros_like(embeds[..., 0, :])
         codes = []
         for slot_embeds, slot_hidden in zip(embeds.unbind(-2), hidden.unbind(-2)):
             code, state = self.step(slot_embeds, slot_hidden, state)
@@ -211,11 +211,10 @@ def check_stopping(
         )
 
 # %% ../../nbs/models/11_dspark.ipynb #blkB0014
-class DSparkDrafter(DFlashDrafter):
-    """One forward pass for the states of all slots, then token by token. Errors: ValueError as
-    of `check_stopping`."""
-
-    grow: None = None  # a slot's distribution depends on the tokens in front of it: chains only
+class DSparkDrafter(BlockReader, PathDrafter):
+    """One forward pass for the states of all slots, then token by token, or level by level. A
+    tree is as deep as is wanted: a confidence stops chains alone. Errors: ValueError as of
+    `check_stopping`."""
 
     def __init__(
         self,
@@ -227,9 +226,37 @@ class DSparkDrafter(DFlashDrafter):
         self.confidence_threshold = confidence_threshold
         # slots beyond the trained ones have the last one's
         self.confidence_temperatures = confidence_temperatures or [1.0]
-        # of the last draft, before temperatures
-        self.confidence_logits: list[torch.Tensor] = []
+        # [k] of the last chain, before temperatures
+        self.confidence_logits: torch.Tensor | None = None
         super().__init__(model)
+
+    def head(
+        self,
+        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
+        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
+        k: int,  # tokens wanted in a row
+    ) -> PathHead:
+        "The Markov head behind one block."
+        model, markov = self.model, self.model.markov_head
+        hidden = self.read_block(tokens, features, k)
+        predicting = self.predicting = hidden[model.config.first_slot :]
+        logits = model.lm_head(predicting)
+        states = ()
+
+        def step(depth, last, of_parents):
+            if markov is None:
+                return logits[depth].expand(len(last), -1), of_parents
+            slot = predicting[depth].expand(len(last), -1)
+            code, state = markov.step(markov.markov_w1(last), slot, *of_parents)
+            return logits[depth] + markov.markov_w2(code), (state,)
+
+        if markov is not None:
+            embeds = markov.markov_w1(tokens[-1:])
+            state = torch.zeros_like(embeds)
+            if model.config.first_slot:  # the anchor's slot, which predicts nothing
+                _, state = markov.step(embeds, hidden[:1], state)
+            states = (state,)
+        return PathHead(step, states, k)
 
     @torch.inference_mode()
     def propose(
@@ -239,46 +266,23 @@ class DSparkDrafter(DFlashDrafter):
         k: int,  # tokens wanted
         sampling: Sampling,  # temperature and generator
     ) -> TokenTree:  # a chain of at most k; empty if the first confidence is too low
-        """Draft up to k tokens. Whether to stop is decided before a token is drawn, from the
-        tokens in front of it, so the distribution of what is drafted stays exact."""
-        model, head = self.model, self.model.markov_head
-        states = self.read_block(tokens, features, k)
-        first = model.config.first_slot
-        logits = model.lm_head(states[first:])
-        token, code, embeds, state = tokens[-1:], None, None, None
-        sure = torch.ones(1, device=tokens.device)  # that all slots so far are accepted
-        drafted_on: list[torch.Tensor] = []  # whether a slot is
-        drafted, draft_probs = [], []
-        self.confidence_logits = []
-        for slot, hidden in enumerate(states.split(1), -first):
-            if head is not None:
-                embeds = head.markov_w1(token)
-                code, state = head.step(embeds, hidden, state)
-            if slot < 0:  # the anchor's slot, which predicts nothing
-                continue
-            if self.confidence_threshold is not None:
-                logit = model.confidence(hidden, embeds).flatten()
-                self.confidence_logits.append(logit)
-                last = len(self.confidence_temperatures) - 1
-                temperature = self.confidence_temperatures[min(slot, last)]
-                sure = sure * (logit / temperature).sigmoid()
-                drafted_on.append(sure >= self.confidence_threshold)
-                if tokens.device.type == "cpu" and not drafted_on[-1]:
-                    break
-            slot_logits = logits[slot : slot + 1]
-            if head is not None:
-                slot_logits = slot_logits + head.markov_w2(code)
-            draft_probs.append(sampling.probabilities(slot_logits))
-            token = model.to_verifier(sampling.draw(draft_probs[-1]))
-            drafted.append(token)
-        if not drafted:
-            return TokenTree.chain(tokens[:0])
-        # a device is not waited for: it drafts all slots, and those in doubt are padding
-        real = torch.cat(drafted_on[: len(drafted)]) if drafted_on else None
-        if not sampling.temperature:
-            return TokenTree.chain(torch.cat(drafted), real=real)
-        probs = self.over_verifier_vocabulary(torch.cat(draft_probs))
-        return TokenTree.chain(torch.cat(drafted), probs, real)
+        """Draft up to k tokens. Where to stop depends on the tokens in front alone, so the
+        distribution of what is drafted stays exact."""
+        model, tree = self.model, super().propose(tokens, features, k, sampling)
+        if self.confidence_threshold is None:
+            return tree
+        embeds, markov = None, model.markov_head
+        if markov is not None:
+            embeds = markov.markov_w1(torch.cat([tokens[-1:], tree.tokens])[:-1])
+        self.confidence_logits = logits = model.confidence(self.predicting, embeds)
+        last = self.confidence_temperatures[-1]
+        temperatures = itertools.chain(self.confidence_temperatures, itertools.repeat(last))
+        scaled = [logit / t for logit, t in zip(logits, temperatures)]
+        # that a slot and all before it are accepted
+        sure = torch.stack(scaled).sigmoid().cumprod(0)
+        # a device is not waited for: slots in doubt are padding there
+        tree = TokenTree.chain(tree.tokens, tree.probs, sure >= self.confidence_threshold)
+        return tree.settled() if tokens.device.type == "cpu" else tree
 
 # %% ../../nbs/models/11_dspark.ipynb #blkB0010
 def served_markov_head(

@@ -9,8 +9,7 @@ __all__ = ['MLPSpeculatorConfig', 'rms', 'ShiftedNorm', 'MLPSpeculator', 'MLPDra
 # %% ../../nbs/models/18_mlp_speculator.ipynb #c3b919f7
 import math
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,8 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 
 from ..core.config import SpeculatorModelConfig
-from ..decode.tree import Sampling, TokenTree, likeliest
-from ..decode.tree_growth import recurrent_log_probs
 from .base import SpeculatorModel
+from .drafting import PathDrafter, PathHead
 from .serving_rules import own_layout
 from .token_heads import HeadsDrafter, TokenHeads
 
@@ -198,70 +196,24 @@ class MLPSpeculator(TokenHeads):
         return MLPDrafter(self)
 
 # %% ../../nbs/models/18_mlp_speculator.ipynb #787a1c5d
-class MLPDrafter(HeadsDrafter):
+class MLPDrafter(HeadsDrafter, PathDrafter):
     "Drafts chains and trees with an MLP speculator (the `tree.Drafter` protocol)."
 
     model: MLPSpeculator
 
-    def first_state(
+    def head(
         self,
-        tokens: torch.Tensor,  # [n] decided
-        features: torch.Tensor,  # [m, H] of the verifier
-    ) -> torch.Tensor:  # [1, D]
-        "The first head's state."
-        start = self.model.start(self.model.verifier_states(features[-1:]))
-        return self.model.advance(0, start, tokens[-1:])
-
-    @torch.inference_mode()
-    def propose(
-        self,
-        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
+        tokens: torch.Tensor,  # [n] decided, not used
         features: torch.Tensor,  # [m, H] of positions n-1-m .. n-2
-        k: int,  # tokens wanted
-        sampling: Sampling,  # temperature and generator
-    ) -> TokenTree:  # a chain of k, or of as many as there are heads
-        "Draft k tokens."
-        state = self.first_state(tokens, features)
-        drafted: list[torch.Tensor] = []
-        draft_probs: list[torch.Tensor] = []
-        for i, head in enumerate(self.model.head_weights()[:k]):
-            if i:
-                state = self.model.advance(i, state, drafted[-1])
-            logits = state @ head.T
-            if sampling.temperature:
-                draft_probs.append(sampling.probabilities(logits))
-                drafted.append(sampling.draw(draft_probs[-1]))
-            else:
-                drafted.append(likeliest(logits))
-        return TokenTree.chain(
-            torch.cat(drafted), torch.cat(draft_probs) if draft_probs else None
-        )
+        k: int,  # tokens wanted in a row, not used
+    ) -> PathHead:
+        "The heads behind the verifier's last state."
+        model, heads = self.model, self.model.head_weights()
 
-    @contextmanager
-    def grow(
-        self,
-        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
-        features: torch.Tensor,  # [m, H] of positions n-1-m .. n-2
-        depth: int,  # of the deepest node; nothing follows the last head's
-    ) -> Iterator[Callable]:  # nodes -> log-probabilities, see `tree_growth`
-        "Next-token log-probabilities for the nodes of a tree."
-        heads = self.model.head_weights()
-        depth = 0  # of the nodes of a level
+        def step(depth, last, of_parents):
+            (state,) = of_parents
+            state = model.advance(depth, state, last)
+            return state @ heads[depth].T, (state,)
 
-        def step(ids, states, ancestors):
-            return self.model.advance(depth, states, ids)
-
-        def logits(states):
-            return states @ heads[depth].T
-
-        root = self.first_state(tokens, features)[0]
-        log_probs = recurrent_log_probs(step, logits, root, 0)
-
-        def next_log_probs(nodes, drafted, parents):
-            nonlocal depth
-            depth = depth + 1 if len(drafted) else 0
-            if depth >= len(heads):
-                return heads[0].new_full((len(nodes), len(heads[0])), -torch.inf).float()
-            return log_probs(nodes, drafted, parents)
-
-        yield next_log_probs
+        start = model.start(model.verifier_states(features[-1:]))
+        return PathHead(step, (start,), len(heads))

@@ -10,8 +10,7 @@ __all__ = ['XPRESS_LAYOUT_RULES', 'XPressSpeculatorConfig', 'RefinerHead', 'Draf
 # %% ../../nbs/models/13_xpress.ipynb #xprA0003
 import inspect
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,17 +21,18 @@ from torch.nn import functional as F
 from ..core.config import SpeculatorModelConfig
 from ..core.options import RULES, number, switches, whole
 from ..decode.tree import Sampling, TokenTree, likeliest
-from ..decode.tree_growth import paths_to
+from ..decode.tree_growth import States
 from .base import SpeculatorModel
 from .blocks import BLOCK_RULES
 from speculators_nb.models.dflash import (
+    BlockReader,
     BlockStates,
-    DFlashDrafter,
     DFlashDraftModel,
     DFlashSpeculatorConfig,
     SlotBias,
     masks_alone,
 )
+from .drafting import PathDrafter, PathHead
 from .formats import format_named
 from speculators_nb.models.serving_rules import (
     LAYER,
@@ -125,21 +125,22 @@ class DraftedBlock(NamedTuple):
     cache: torch.Tensor  # [1, B, 2r]
     known: torch.Tensor  # [1, 1 or 2] decided tokens, the anchor last
 
-    def logits(
+    def step(
         self,
-        paths: torch.Tensor,  # [F, d] verifier ids of drafted tokens, d below B
-    ) -> torch.Tensor:  # [F, Vd] of the tokens that follow
+        depth: int,  # drafted tokens of the paths, below B
+        last: torch.Tensor,  # [F] verifier ids
+        of_parents: States,  # [F, d] verifier ids in front of them
+    ) -> tuple[torch.Tensor, States]:  # [F, Vd] of the tokens that follow; [F, d+1]
         "The slot behind each path, given the path."
-        count, depth = paths.shape
-        slot = self.known.shape[1] - 1 + depth
-        in_front = torch.cat([self.known.expand(count, -1), paths], 1)
-        in_front = F.pad(in_front, (0, len(self.base) - in_front.shape[1]))
-        cache = self.cache.expand(count, -1, -1)
+        path = torch.cat([*of_parents, last[:, None]], 1)
+        slot = path.shape[1] - 1
+        in_front = F.pad(path, (0, len(self.base) - path.shape[1]))
+        cache = self.cache.expand(len(last), -1, -1)
         codes = self.head(self.head.token_embed(in_front), cache)
-        return self.base[slot] + self.head.readout(codes[:, slot])
+        return self.base[slot] + self.head.readout(codes[:, slot]), (path,)
 
 # %% ../../nbs/models/13_xpress.ipynb #xprA0027
-class XPressDrafter(DFlashDrafter):
+class XPressDrafter(BlockReader, PathDrafter):
     "Drafts greedily by Jacobi passes, samples token by token."
 
     trained_tokens: int
@@ -158,31 +159,15 @@ class XPressDrafter(DFlashDrafter):
         cache, base = model.refiner_head.cache(hidden), model.lm_head(hidden)[0]
         return DraftedBlock(model.refiner_head, base, cache, known[None])
 
-    @contextmanager
-    def grow(
+    def head(
         self,
         tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
         features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        depth: int,  # of the deepest node; not needed here
-    ) -> Iterator[Callable]:  # nodes -> log-probabilities, see `tree_growth`
-        """Next-token log-probabilities for the nodes of a tree, each for its whole path. Behind
-        as many tokens as were trained all of them are -inf."""
+        k: int,  # tokens wanted in a row; all slots are run anyway
+    ) -> PathHead:
+        "The refiner behind one block."
         block = self.block(tokens, features)
-
-        level = 0
-
-        def next_log_probs(nodes, all_tokens, parents):
-            nonlocal level
-            level = level + 1 if len(all_tokens) else 0
-            paths = paths_to(nodes, all_tokens, parents, level)
-            paths = paths.to(tokens.device, non_blocking=True)
-            if paths.shape[1] >= self.trained_tokens:
-                shape = len(paths), self.model.target_vocab_size
-                return block.base.new_full(shape, -torch.inf)
-            probs = block.logits(paths).float().softmax(-1)
-            return self.over_verifier_vocabulary(probs).log()
-
-        yield next_log_probs
+        return PathHead(block.step, (block.known[:, :-1],), self.trained_tokens)
 
     @torch.inference_mode()
     def propose(
@@ -193,19 +178,14 @@ class XPressDrafter(DFlashDrafter):
         sampling: Sampling,  # temperature and generator
     ) -> TokenTree:  # a chain of k, or of as many as were trained
         "Draft k tokens: in parallel passes, or one after the other where they are sampled."
+        if sampling.temperature:
+            return super().propose(tokens, features, k, sampling)
         model, first = self.model, self.model.config.first_slot
         k = min(k, self.trained_tokens)
         block = self.block(tokens, features)
-        if not sampling.temperature:
-            passes = min(model.config.num_jacobi_passes, k)
-            drafted = model.jacobi(block.base[None], block.cache, block.known, passes)
-            return TokenTree.chain(drafted[0, first : first + k])
-        path, draft_probs = block.known[:, :0], []
-        for _ in range(k):
-            draft_probs.append(sampling.probabilities(block.logits(path)))
-            token = model.to_verifier(sampling.draw(draft_probs[-1]))
-            path = torch.cat([path, token[None]], 1)
-        return TokenTree.chain(path[0], self.over_verifier_vocabulary(torch.cat(draft_probs)))
+        passes = min(model.config.num_jacobi_passes, k)
+        drafted = model.jacobi(block.base[None], block.cache, block.known, passes)
+        return TokenTree.chain(drafted[0, first : first + k])
 
 # %% ../../nbs/models/13_xpress.ipynb #xprA0043
 def whole_vocabulary(raw: dict[str, Any], verifier: Any = None) -> list[str]:

@@ -40,8 +40,7 @@ from speculators_nb.decode.generate import NoDrafter, generate
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CHAINS = [*LEARNED, *LOOKUPS, "draft-model", "eagle argmax", "eagle3 argmax", "draft-model stopping"]
-# the slots of dspark and domino hang on each other: chains only
-GROWERS = [name for name in LEARNED if name not in ("domino", "dspark")] + ["draft-model"]
+GROWERS = [*LEARNED, "draft-model"]
 TOP_P = dict(top_p=0.9)
 
 
