@@ -276,8 +276,8 @@ FAULTS = [
     Fault(
         "a conversation is answered by two ranks",
         "regenerate/journal.py",
-        "mine=i % journal.world_size == journal.rank",
-        "mine=i % journal.world_size <= journal.rank",
+        "mine = i % journal.world_size == journal.rank",
+        "mine = i % journal.world_size <= journal.rank",
         "regenerate_in_process shared_jobs",
     ),
     Fault(

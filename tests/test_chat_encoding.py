@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 
 from speculators_nb.data import chat_template as template_module
 from speculators_nb.data.chat_encoding import (
-    add_turn,
     encode,
     encode_batch,
     save_prepared,
@@ -114,11 +113,6 @@ def test_no_border_no_guess(template):
     assert template in str(e.value) and "{% generation %}" in str(e.value)
 
 
-def test_no_template():
-    with pytest.raises(ValueError, match="has no chat_template"):
-        encode(talk("a?", "b"), tokenizer(None))
-
-
 @pytest.mark.parametrize(
     "row",
     [
@@ -132,45 +126,9 @@ def test_dialects(row):
     assert normalize(row) == talk("hi", "ho")
 
 
-@pytest.mark.parametrize(
-    "row, words",
-    [
-        ([{"role": "narrator", "content": "x"}], "'narrator' is unknown"),
-        ([{"role": "user"}], "no content"),
-        ({"text": "x"}, r"no messages.*\['text'\]"),
-        ([], "no messages"),
-    ],
-)
-def test_malformed_conversations(row, words):
-    with pytest.raises(ValueError, match=words):
-        normalize(row)
-
-
 def test_tool_calls_are_kept():
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "score": 1}
     assert normalize([call]) == [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
-
-
-def test_prepare_counts_what_it_drops(caplog):
-    tok = tokenizer(MARKED)
-    good, long = talk("2+2?", "4"), talk("?" * 80, "too late")
-    data = prepare(
-        [good, {"messages": long}, talk("nobody answers"), [{"role": "x", "content": ""}], {"id": 1}], tok, 64
-    )
-    assert len(data) == 1 and data[0]["seq_len"] == len(data[0]["input_ids"]) == len(data[0]["loss_mask"])
-    text = data.info.description
-    assert (
-        "5 conversations, 1 rows" in text
-        and "1 × no trained token in the first 64" in text
-        and "1 × no assistant message that answers another (first: conversation 2)" in text
-        and "'x' is unknown" in text
-        and "no messages" in text
-    )
-    assert text in caplog.text
-    with pytest.raises(ValueError, match="no row left of 1 conversations"):
-        prepare([long], tok, 64)
-    with pytest.raises(ValueError, match="there were none"):
-        prepare([], tok, 64)
 
 
 def test_prepare_truncates():
@@ -178,21 +136,6 @@ def test_prepare_truncates():
     (whole,) = encode(talk("2+2?", "four, as ever"), tok)
     row = prepare([talk("2+2?", "four, as ever")], tok, 30)[0]
     assert row == {"input_ids": whole[0][:30], "loss_mask": [bool(m) for m in whole[1][:30]], "seq_len": 30}
-
-
-def test_tokenised_rows_pass_and_are_checked():
-    tok = tokenizer(MARKED)
-    data = prepare(
-        [
-            {"input_ids": [1, 2, 3], "loss_mask": [0, 1, 1], "id": 7},
-            {"input_ids": [1, 2], "loss_mask": [1]},
-            {"input_ids": [1]},
-        ],
-        tok,
-        8,
-    )
-    assert data.to_list() == [{"input_ids": [1, 2, 3], "loss_mask": [False, True, True], "seq_len": 3}]
-    assert "2 tokens, loss_mask 1" in data.info.description
 
 
 def test_saved_with_frequencies(tmp_path):
@@ -206,15 +149,6 @@ def test_saved_with_frequencies(tmp_path):
     assert json.loads((tmp_path / "rows" / "token_freq.json").read_text()) == {"5": 2, "9": 1}
     again = load_from_disk(str(tmp_path / "rows"))
     assert again.to_list() == data.to_list() and again.info.description == data.info.description
-
-
-def test_add_turn():
-    rows = []
-    add_turn(rows, [1, 2, 3], 2)
-    add_turn(rows, [1, 2, 3, 4, 5], 4)
-    assert rows == [([1, 2, 3, 4, 5], [0, 0, 1, 0, 1])]
-    add_turn(rows, [1, 9, 9], 1)
-    assert rows[1:] == [([1, 9, 9], [0, 1, 1])]
 
 
 def test_show_mask_escapes():
@@ -427,20 +361,6 @@ def test_a_template_for_tools():
     tok = tokenizer({"default": PLAIN, "tool_use": QWEN})
     with_tools, without = (tok.decode(encode(talk("a?", "b"), tok, tools)[0][0]) for tools in (TOOLS, None))
     assert "# Tools" in with_tools and "# Tools" not in without
-
-
-def test_conversations_that_a_text_model_cannot_take_say_so():
-    tok = tokenizer(PLAIN)
-    seen = [{"role": "user", "content": [{"type": "image", "path": "x.png"}]}, {"role": "assistant", "content": "y"}]
-    bad = {"tools": "{[", "messages": talk("a", "b")}
-    errors = encode_batch(
-        [seen, bad, talk("only a question"), "text", {"input_ids": [-1], "loss_mask": [1]}], ChatTemplate(tok)
-    )
-    for error, words in zip(
-        errors,
-        ("holds more than text", "tools: not JSON", "no assistant message", "messages must be a list", "whole numbers"),
-    ):
-        assert isinstance(error, Exception) and words in str(error)
 
 
 def test_the_users_tokenizer_is_left_as_it_was():

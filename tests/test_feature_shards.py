@@ -156,9 +156,9 @@ def test_a_folder_is_sent_to_processes_and_holds_few_handles(tmp_path, monkeypat
     shards = FeatureShards(tmp_path, N)
     for i in np.random.default_rng(0).permutation(N):
         shards.read(int(i))
-        assert len(shards.handles) <= 2
+        assert shards.handle.cache_info().currsize <= 2
     copy = pickle.loads(pickle.dumps(shards))
-    assert not copy.handles and torch.equal(copy.read(3), shards.read(3))
+    assert not copy.handle.cache_info().currsize and torch.equal(copy.read(3), shards.read(3))
 
 
 FULL = """

@@ -3,11 +3,6 @@ finished."""
 
 import errno
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import numpy as np
 import pytest
@@ -25,7 +20,6 @@ from speculators_nb.features.feature_rows import (
     feature_path,
     from_fp8,
     read_features,
-    read_legacy,
     to_fp8,
     write_features,
 )
@@ -78,44 +72,6 @@ def test_states_are_those_of_the_row_alone(made):
         ):  # float32 sums in another order: 1e-5 of values of order one
             torch.testing.assert_close(states[:, slot], hf.hidden_states[layer][0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(verifier.norm(states[:, -1]), hf.hidden_states[-1][0], rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    "spoil, reason",
-    [
-        (lambda p, t: p.unlink(), "missing"),
-        (lambda p, t: p.write_bytes(b""), "cut off"),
-        (lambda p, t: p.write_bytes(p.read_bytes()[:-1]), "cut off"),
-        (lambda p, t: p.write_bytes(os.urandom(4096)), "cut off"),
-        (lambda p, t: save_tensors({"hidden_states": t["hidden_states"]}, p), "no token_ids"),
-        (lambda p, t: save_tensors({"token_ids": t["token_ids"]}, p), "no hidden_states"),
-        (lambda p, t: save_tensors({}, p), "no hidden_states and no token_ids"),
-        (lambda p, t: save_tensors(t | {"token_ids": t["token_ids"].flip(0)}, p), "other tokens"),
-        (lambda p, t: save_tensors({k: v[:-1] for k, v in t.items()}, p), "the dataset's row"),
-        (lambda p, t: save_tensors(t | {"hidden_states": t["hidden_states"][:-1]}, p), "expected [seq, A+1, H]"),
-        (lambda p, t: save_tensors(t | {"hidden_states": t["hidden_states"].flatten(1)}, p), "expected [seq, A+1, H]"),
-        (
-            lambda p, t: save_tensors(
-                t | {"hidden_states": t["hidden_states"].clone().index_fill_(0, torch.tensor(1), float("nan"))}, p
-            ),
-            "nan at",
-        ),
-        (
-            lambda p, t: save_tensors(
-                t | {"hidden_states": t["hidden_states"].clone().index_fill_(2, torch.tensor(3), float("inf"))}, p
-            ),
-            "inf at",
-        ),
-    ],
-)
-def test_a_bad_file_is_named_with_its_reason(tmp_path, spoil, reason):
-    path, tensors = feature_path(tmp_path, 4), {"hidden_states": torch.randn(6, 3, 8), "token_ids": torch.arange(6)}
-    save_tensors(tensors, path)
-    assert read_features(path, range(6)).shape == (6, 3, 8)
-    spoil(path, tensors)
-    with pytest.raises(FeatureError) as e:
-        read_features(path, range(6))
-    assert reason in e.value.reason and e.value.path == path and "hs_4.safetensors" in str(e.value)
 
 
 def test_dataset_raises_or_skips(tmp_path, caplog):
@@ -209,39 +165,6 @@ def test_overflow_is_not_written(tmp_path):
     assert not list(tmp_path.glob("hs_*"))
 
 
-SLOW_EXTRACTION = """
-import sys, time, torch
-sys.path.insert(0, {here!r})
-from test_features import make_rows, make_verifier
-from speculators_nb.features import feature_rows
-from speculators_nb.features import in_process as features
-save = feature_rows.save_tensors
-def slow(*args): time.sleep(.05); save(*args)
-feature_rows.save_tensors = slow
-features.extract_features(make_verifier(), make_rows(), {out!r}, max_tokens=32, writers=1)
-"""
-
-
-def test_kill_in_the_middle_then_resume(tmp_path):
-    """`kill -9` while files are being written: every file that is there is whole, and the second run makes the rest."""
-    code = SLOW_EXTRACTION.format(here=os.path.dirname(__file__), out=str(tmp_path))
-    child = subprocess.Popen([sys.executable, "-c", code])
-    try:
-        deadline = time.time() + 100
-        while len(list(tmp_path.glob("hs_*"))) < 3:
-            assert child.poll() is None and time.time() < deadline, "the extraction ended before it could be killed"
-            time.sleep(0.01)
-    finally:
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-    rows, found = make_rows(), sorted(tmp_path.glob("hs_*"))
-    assert 3 <= len(found) < N
-    for path in found:
-        read_features(path, rows[int(path.stem[3:])]["input_ids"])
-    assert extract_features(make_verifier(), rows, tmp_path) == {"written": N - len(found), "kept": len(found)}
-    assert len([FeatureDataset(tmp_path)[i] for i in range(N)]) == N
-
-
 def test_provenance_is_written(made):
     config = json.loads((made / "data_config.json").read_text())
     assert config["hidden_states"]["layer_ids"] == [1, 2, 3, 4] and config["data"]["num_samples"] == N
@@ -327,36 +250,6 @@ def test_mixture_of_experts(tmp_path):
         states = read_features(feature_path(tmp_path, i), ids[0])
         for slot, layer in enumerate(verifier.aux_layer_ids):
             torch.testing.assert_close(states[:, slot], hf[layer][0], rtol=1e-5, atol=1e-5)
-
-
-class Marker:
-    """A pickle that makes a file when it is run."""
-
-    def __init__(self, path):
-        self.path = str(path)
-
-    def __reduce__(self):
-        return os.mkdir, (self.path,)
-
-
-@pytest.mark.parametrize("where", ["whole", "inside", "legacy tar"])
-def test_a_malicious_pickle_is_refused(tmp_path, where):
-    marker, path = tmp_path / "ran", tmp_path / "data_0.pt"
-    content = (
-        Marker(marker)
-        if where == "whole"
-        else {"input_ids": torch.arange(3), "loss_mask": torch.ones(3), "hidden_states": [Marker(marker)]}
-    )
-    torch.save(content, path, _use_new_zipfile_serialization=where != "legacy tar")
-    with pytest.raises(FeatureError, match="refused"):
-        read_legacy(path)
-    (tmp_path / "data_config.json").write_text("{}")
-    with pytest.raises(FeatureError, match="refused"):
-        FeatureDataset(tmp_path)
-    torch.save(Marker(marker), tmp_path / "token_freq.pt")
-    assert not marker.exists()
-    torch.load(path, weights_only=False)  # the same file, read without care
-    assert marker.exists()
 
 
 def upstream_folder(made, folder, layout):

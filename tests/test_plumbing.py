@@ -82,7 +82,7 @@ def test_a_slow_trainer_holds_the_requests_back(ahead):
     source, in_flight = Squares(), []
     data = PrefetchedRows(Subset(source, range(80)), ahead, threads=2)
     loader = DataLoader(data, batch_sampler=ROWS, collate_fn=list)
-    data.follow(loader.batch_sampler)
+    data.sampler = loader.batch_sampler
     for step, row in enumerate(loader, 1):
         assert row == values(ROWS)[step - 1]
         for _, futures in data.rows:
@@ -95,10 +95,10 @@ def test_a_slow_trainer_holds_the_requests_back(ahead):
 def test_rows_of_another_epoch_of_a_resumed_run_and_with_an_error():
     source = Squares()
     data = PrefetchedRows(source, ahead=2, threads=2)
-    data.follow(ROWS)
+    data.sampler = ROWS
     assert [data.__getitems__(row) for row in ROWS[15:]] == values(ROWS[15:]) and min(source.requested) == 60
     assert data.__getitems__([5, 1]) == [25, 1]  # a row that nobody expected
-    data.follow([[1, 2], [90], [3]])
+    data.sampler = [[1, 2], [90], [3]]
     assert data.__getitems__([1, 2]) == [1, 4]
     with pytest.raises(LookupError, match="no sample 90"):
         data.__getitems__([90])

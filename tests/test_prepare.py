@@ -21,8 +21,8 @@ from bad import data as bad
 from datasets import Dataset, disable_progress_bars
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from test_chat_encoding import PLAIN, tokenizer
+from transformers import AutoTokenizer
 
 from speculators_nb.data.chat_encoding import encode, to_dataset
 from speculators_nb.data.messages import normalize
@@ -36,10 +36,6 @@ from speculators_nb.nn.draft_vocabulary import load_vocab_mapping
 
 DATA = Path(__file__).parents[1] / "data"
 VERIFIER = DATA / "tiny-verifier"
-PLAIN = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}{% if "
-    "add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 disable_progress_bars()
 
 
@@ -58,12 +54,7 @@ def tok():
 
 
 def bytes_tokenizer():
-    bpe = Tokenizer(
-        models.BPE(vocab={c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])
-    )
-    bpe.pre_tokenizer, bpe.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    bpe.add_special_tokens(["<|im_start|>", "<|im_end|>"])
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<|im_end|>", chat_template=PLAIN)
+    return tokenizer(PLAIN)
 
 
 def rows_in(prepared):
@@ -191,14 +182,6 @@ def test_a_stale_folder_is_refused_by_what_changed(chats, tmp_path, change, word
     assert everything(tmp_path / "p") != before
 
 
-def test_another_template_is_another_origin(chats, tmp_path):
-    a, b = bytes_tokenizer(), bytes_tokenizer()
-    b.chat_template = PLAIN.replace("<|im_end|>", "")
-    prepare_data(chats, a, tmp_path / "p")
-    with pytest.raises(ValueError, match="tokenizer was"):
-        prepare_data(chats, b, tmp_path / "p")
-
-
 def test_only_prepared_folders_are_ever_replaced(chats, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").write_text("years")
@@ -211,24 +194,6 @@ def test_only_prepared_folders_are_ever_replaced(chats, tmp_path):
     (tmp_path / "empty").mkdir()
     assert len(prepare_data(chats, VERIFIER, tmp_path / "empty")) == 120
     assert (tmp_path / "mine/thesis.tex").read_text() == "years"
-
-
-@pytest.mark.parametrize(
-    "wrong, words",
-    [
-        (dict(rows="all"), "rows='all': is not known; choose conversation or turn"),
-        (dict(too_long="split"), "too_long='split'"),
-        (dict(max_length=0), "max_length=0"),
-        (dict(max_samples=0), "max_samples=0"),
-        (dict(val_fraction=1.0), "val_fraction=1.0"),
-        (dict(min_trained=0), "min_trained=0"),
-        (dict(draft_vocab_size=5000), "draft_vocab_size=5000 must lie between 1 and the verifier's vocabulary, 2048"),
-    ],
-)
-def test_settings_are_checked(chats, tmp_path, wrong, words):
-    with pytest.raises(ValueError) as e:
-        prepare_data(chats, VERIFIER, tmp_path / "p", **wrong)
-    assert words in str(e.value)
 
 
 def test_the_report_counts_all_that_went(chats, tmp_path):
@@ -320,28 +285,6 @@ def test_too_long_is_dropped_or_cut():
     assert filter_rows(ValueError("x\ny"), 6) == ([], ["ValueError: x"], 0)
 
 
-def test_nothing_left_says_why(tmp_path):
-    with pytest.raises(
-        ValueError, match=r"no row left of 2 conversations \(1 × .*narrator.* \(first: conversation 0, message 0\)"
-    ):
-        prepare_data(
-            [[{"role": "narrator", "content": "x"}], {"input_ids": [1], "loss_mask": [0]}], VERIFIER, tmp_path / "p"
-        )
-    with pytest.raises(ValueError, match="there were none"):
-        prepare_data([], VERIFIER, tmp_path / "p")
-    assert not (tmp_path / "p").exists()
-
-
-def test_a_broken_line_is_counted_and_named(chats, tmp_path):
-    (tmp_path / "c.jsonl").write_text(json.dumps(chats[0]) + "\n" + json.dumps(chats[1])[:30])
-    prepared = prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p")
-    assert len(prepared) == 1 and prepared.table.loc["without a row", "conversations"] == 1
-    assert (
-        prepared.dropped.loc["not JSON", "first"].startswith(f"{tmp_path}/c.jsonl, line 2, ")
-        and prepared.dropped.loc["not JSON", "count"] == 1
-    )
-
-
 @pytest.mark.parametrize(
     "good, bad, refused",
     [(9, 1, False), (0, 1, True), (0, 20, True), (100, 10, False), (100, 11, False), (98, 11, True), (2, 9, False)],
@@ -408,12 +351,6 @@ def test_no_conversation_is_on_both_sides(tmp_path_factory, turns, fraction, see
         and set(train) | set(val) == {str(i) for i in range(len(turns))}
     )
     assert len(set(val)) == min(len(turns) - 1, max(1, round(fraction * len(turns))))
-
-
-def test_processes_change_nothing(tmp_path, monkeypatch):
-    chats = corpus(700)
-    one, two = (prepare_data(chats, VERIFIER, tmp_path / f"{n}", num_proc=n, val_fraction=0.1) for n in (1, 2))
-    assert rows_in(one) == rows_in(two) and one.config["report"] == two.config["report"]
 
 
 def test_a_process_that_dies_is_an_error(tmp_path, monkeypatch):
@@ -502,28 +439,6 @@ def test_upstreams_folder(tmp_path, freq):
     assert prepared.add_vocab_mapping(2, 10)[0].nonzero().flatten().tolist() == [6, 7]
     # and is a source
     assert rows_in(prepare_data(tmp_path, bytes_tokenizer(), tmp_path / "again", shuffle=False)) == rows_in(prepared)
-
-
-class Trap:
-    def __reduce__(self):
-        return os.system, ("touch /tmp/never",)
-
-
-@pytest.mark.parametrize("content, words", [({6: Trap()}, "refused"), ([1, 2], "expected token id -> count")])
-def test_counts_that_are_no_counts(tmp_path, content, words):
-    with pytest.raises(ValueError, match=words):
-        _ = load_prepared(upstream_like(tmp_path, content)).token_freq
-
-
-def test_parts_of_different_runs(chats, tmp_path):
-    prepare_data(chats, VERIFIER, tmp_path / "p")
-    config = tmp_path / "p/data_config.json"
-    config.write_text(config.read_text().replace('"train": 114', '"train": 113'))
-    with pytest.raises(ValueError, match="counts 119 rows, the table has 120"):
-        load_prepared(tmp_path / "p")
-    Dataset.from_list([{"text": "x"}]).save_to_disk(str(tmp_path / "other"))
-    with pytest.raises(ValueError, match="no column input_ids, loss_mask"):
-        load_prepared(tmp_path / "other")
 
 
 def test_secrets_do_not_reach_the_record(chats, tmp_path, monkeypatch):
@@ -711,22 +626,18 @@ def test_memory_does_not_grow_with_the_rows(tmp_path):
 
 
 def test_the_table_is_what_datasets_would_write(tmp_path, monkeypatch):
-    "Also in several files, and in parts of fewer rows."
-    from datasets import config
+    "But for the number of rows in a batch; also in parts of fewer conversations."
+    from speculators_nb.data import pipeline
+    from speculators_nb.data.sources import load_table
 
-    from speculators_nb.data import pipeline, prepare
-
-    monkeypatch.setattr(pipeline, "ROWS_AT_ONCE", 70)
-    monkeypatch.setattr(config, "DEFAULT_MAX_BATCH_SIZE", 70)
-    monkeypatch.setattr(prepare, "FILE", 20_000)
+    monkeypatch.setattr(pipeline, "AT_ONCE", 70)
     prepared = prepare_data(corpus(300), VERIFIER, tmp_path / "p", rows="turn", val_fraction=0.1, num_proc=1)
-    files = sorted((tmp_path / "p").glob("*.arrow"))
-    prepared.rows.save_to_disk(tmp_path / "again", num_shards=len(files))
-    assert len(files) > 3 and [f.name for f in files] == sorted(f.name for f in (tmp_path / "again").glob("*.arrow"))
-    for file in [*files, tmp_path / "p/dataset_info.json"]:
-        assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
-    state, again = (json.loads((tmp_path / name / "state.json").read_text()) for name in ("p", "again"))
-    assert state | {"_fingerprint": 0} == again | {"_fingerprint": 0}
+    prepared.rows.save_to_disk(tmp_path / "again")
+    assert prepared.rows.data.table == load_table(tmp_path / "again").data.table
+    assert len(prepared.rows.data.table["seq_len"].chunks) > 3
+    for name in ("dataset_info.json", "state.json"):
+        ours, theirs = (json.loads((tmp_path / where / name).read_text()) for where in ("p", "again"))
+        assert ours | {"_fingerprint": 0} == theirs | {"_fingerprint": 0}
 
 
 @pytest.mark.parametrize("name, rows", [("a\udcff.jsonl", [{"messages": [{"role": "user", "content": "x"}]}])])

@@ -1,7 +1,6 @@
 """What is asked, with which randomness and tools' results; in which language; and the record of what is done."""
 
 import json
-import multiprocessing
 
 import pytest
 from hypothesis import given, settings
@@ -318,40 +317,6 @@ def test_a_conversation_of_two_rows_is_kept_or_dropped_as_one(tmp_path):
     assert path.read_bytes() == whole
     ids = [(line["id"], line["part"]) for line in read_regenerated(path)]
     assert ids == [("a_gen0", [0, 2]), ("a_gen1", [1, 2]), ("b_gen0", [0, 2]), ("b_gen1", [1, 2])]
-
-
-def test_damage_before_the_end_is_not_skipped(tmp_path):
-    path = tmp_path / "x.jsonl"
-    with Journal(path, {}) as journal:
-        journal.write(two_rows("a"))
-    for bad in (b'{"primary_id": "z"}\n', b"[]\n", b"\x00\x00\n", b"torn{\n"):
-        path.write_bytes(bad + path.read_bytes())
-        with pytest.raises(ValueError, match="x.jsonl, line 1: no regenerated row"):
-            Journal(path, {}).__enter__()
-        assert not (tmp_path / "x.jsonl.lock").exists() or Journal(tmp_path / "y.jsonl", {})
-        path.write_bytes(path.read_bytes()[len(bad) :])
-    with Journal(path, {}) as journal:
-        assert set(journal.done) == {"a"}
-
-
-def hold(path, held, go):
-    with Journal(path, {}):
-        held.set()
-        go.wait(30)
-
-
-def test_one_writer(tmp_path):
-    path, context = tmp_path / "x.jsonl", multiprocessing.get_context("fork")
-    held, go = context.Event(), context.Event()
-    other = context.Process(target=hold, args=(path, held, go))
-    other.start()
-    assert held.wait(30)
-    with pytest.raises(BlockingIOError, match="another process is writing it"):
-        Journal(path, {}).__enter__()
-    other.kill()
-    other.join()  # SIGKILL leaves no lock behind
-    with Journal(path, {}):
-        pass
 
 
 def test_identity_is_the_id_and_else_the_content(tmp_path):

@@ -1,17 +1,14 @@
 """The tapped verifier gives vLLM's aux states for every layout, with padding, with a cache, and refuses what it does
 not know."""
 
-import json
 import os
 import warnings
 
 import pytest
 import torch
 from families import verifier as family_verifier
-from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
-    CTRLConfig,
     DynamicCache,
     Gemma2Config,
     Gemma3TextConfig,
@@ -34,7 +31,6 @@ from speculators_nb.verifier.tapped_model import (
     check_aux_layer_ids,
     default_aux_layer_ids,
     faster_dtype,
-    find_taps,
 )
 
 SIZES = dict(
@@ -89,15 +85,6 @@ def verifier(request):
     return Verifier(AutoModelForCausalLM.from_config(CONFIGS[request.param]), range(5))
 
 
-def test_ids_are_those_of_output_hidden_states_and_the_last_is_before_the_norm(verifier):
-    out, hf = verifier(IDS), verifier.model(IDS, output_hidden_states=True)
-    taps = out.hidden_states.split(32, -1)
-    for tap, entry in zip(taps[:4], hf.hidden_states):
-        assert torch.equal(tap, entry)
-    assert torch.equal(verifier.norm(taps[4]), hf.hidden_states[4]) and not torch.equal(taps[4], hf.hidden_states[4])
-    assert torch.equal(taps[4], out.last_hidden_states) and torch.equal(out.logits, hf.logits)
-
-
 def test_any_subset_of_layers(verifier):
     every = verifier(IDS).hidden_states.split(32, -1)
     for ids in ([0], [4], [1, 3], [0, 2, 4]):
@@ -111,21 +98,6 @@ def test_without_logits_the_head_does_not_run(verifier):
     handle.remove()
     assert not runs and out.logits is None and out.past_key_values is None
     assert torch.equal(out.hidden_states, verifier(IDS).hidden_states)
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_nothing(verifier, side):
-    whole, short = IDS[0], IDS[1, :7]
-    pad = torch.full((5,), 1)
-    batch = torch.stack([whole, torch.cat([pad, short] if side == "left" else [short, pad])])
-    mask = torch.ones(2, 12, dtype=torch.long)
-    real = slice(5, None) if side == "left" else slice(0, 7)
-    mask[1] = 0
-    mask[1, real] = 1
-    out, alone = verifier(batch, mask), verifier(short[None])
-    torch.testing.assert_close(out.logits[1, real], alone.logits[0], **CLOSE)
-    torch.testing.assert_close(out.hidden_states[1, real], alone.hidden_states[0], **CLOSE)
-    torch.testing.assert_close(out.logits[0], verifier(whole[None]).logits[0], **CLOSE)
 
 
 def test_cache_continues_and_forgets(verifier):
@@ -227,17 +199,6 @@ def test_bad_ids_are_named(ids, rule):
         check_aux_layer_ids(ids, 4)
 
 
-def test_too_shallow():
-    with pytest.raises(ValueError, match="num_hidden_layers=1"):
-        default_aux_layer_ids(1)
-
-
-def test_unknown_layout_is_refused():
-    model = AutoModelForCausalLM.from_config(CTRLConfig(vocab_size=97, n_embd=32, n_layer=2, n_head=2, dff=32))
-    with pytest.raises(ValueError, match="CTRLLMHeadModel: found no list of 2 layers"):
-        find_taps(model)
-
-
 @pytest.fixture
 def saved(tmp_path):
     torch.manual_seed(0)
@@ -252,34 +213,6 @@ def test_from_pretrained(saved):
     assert torch.equal(verifier(IDS).logits, Verifier(model)(IDS).logits) and verifier.aux_layer_ids == [1, 2]
     assert fingerprint(verifier.model) == fingerprint(model)
     assert Verifier.from_pretrained(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
-
-
-def test_folder_without_weights(saved):
-    folder, _ = saved
-    (folder / "model.safetensors").unlink()
-    torch.save({}, folder / "pytorch_model.bin")  # a pickle is not taken instead
-    with pytest.raises(FileNotFoundError, match="no weights"):
-        Verifier.from_pretrained(folder)
-    (folder / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match="no config.json"):
-        Verifier.from_pretrained(folder)
-
-
-def test_config_of_another_model(saved):
-    folder, _ = saved
-    config = json.loads((folder / "config.json").read_text()) | {"hidden_size": 48}
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"is \[\d+, 32\], by the config \[\d+, 48\]"):
-        Verifier.from_pretrained(folder)
-
-
-def test_missing_tensor(saved):
-    folder, _ = saved
-    tensors = load_file(folder / "model.safetensors")
-    del tensors["model.layers.2.mlp.up_proj.weight"]
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match="model.layers.2.mlp.up_proj.weight is missing"):
-        Verifier.from_pretrained(folder)
 
 
 def test_fingerprint_sees_one_weight(saved):

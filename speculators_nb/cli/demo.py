@@ -42,7 +42,7 @@ from ..lab.experiment import settings
 from ..models.base import SpeculatorModel
 from ..nn.target_head import text_config
 from ..regenerate.in_process import eos_ids_of, regenerate
-from ..report.page import write_page
+from ..report.page import page_html, write_page
 from ..serve.vllm_contract import check_vllm_contract
 from ..train.run_record import read_record
 from ..train.train_drafter import train_drafter
@@ -270,7 +270,7 @@ def _report(run, trainer, problems, measured) -> Path:
         again_section(commands(run, served=not problems), git_commit()),
     ]
     path, numbers = run.folder / "report.html", headlines(measured, name)
-    return write_page(path, TITLE, sections, facts, lead=LEAD, numbers=numbers)
+    return write_page(path, page_html(TITLE, sections, facts, lead=LEAD, numbers=numbers))
 
 
 def _from_features(run) -> Evaluation:

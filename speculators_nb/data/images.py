@@ -9,7 +9,6 @@ import functools
 import hashlib
 import io
 import ipaddress
-import json
 import re
 import socket
 from collections.abc import Callable
@@ -30,14 +29,14 @@ from ..core.http_client import proxy_for, read_reply, time_left, time_limit
 from .chat_encoding import ALL, Rows, Trained, mask_of
 from .chat_template import ChatTemplate, merge_turns, tokenizer_errors, turns_of
 from .messages import check_text, normalize, tools_of
+from .prepared_folder import config_of
 
 NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
 
 
-def is_public(
-    address: str,  # IPv4 or IPv6
-) -> bool:  # False: private, loopback, link-local, multicast, reserved, unspecified or tunnel
-    "Whether anybody on the Internet can reach an address. ValueError: it is none."
+def is_public(address: str) -> bool:
+    """Whether anybody on the Internet can reach an IPv4 or IPv6 address: none that is private, loopback, link-local,
+    multicast, reserved, unspecified or a tunnel. ValueError: it is no address."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     if ip.version == 6:
         if ip.teredo:
@@ -52,11 +51,8 @@ def is_public(
     return ip.is_global and not (ip.is_multicast or ip.is_reserved or ip.is_unspecified)
 
 
-def public_addresses(
-    host: str,  # as it is written in an address
-    port: int,  # TCP
-) -> list[str]:  # where a connection may go
-    "Resolve a name. ValueError: it has no address, or one that is not public."
+def public_addresses(host: str, port: int) -> list[str]:
+    "Where a connection to a host may go. ValueError: its name has no address, or one that is not public."
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -119,10 +115,8 @@ def _reply(url):
             yield reply
 
 
-def shown_address(
-    address: str,  # of a picture
-) -> str:  # without query, fragment and password: these can be secrets
-    "An address for a message."
+def shown_address(address: str) -> str:
+    "An address for a message, without query, fragment and password, which can be secrets."
     try:
         parts = urlsplit(address)
     except ValueError:
@@ -130,41 +124,35 @@ def shown_address(
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"[:100]
 
 
-def fetch_picture(
-    address: str,  # http or https
-    largest: int = PICTURE_BYTES,  # bytes
-    seconds: float = PICTURE_SECONDS,  # for all hops together
-) -> bytes:  # what is there
-    """Fetch from the public network. ValueError naming the address: one that is not public, a
-    redirection that leads there or does not end, a status, the size, the time."""
+def fetch_picture(address: str) -> bytes:
+    """Fetch from the public network (http, https). ValueError naming the address: one that is not public, a redirection
+    that leads there or does not end, a status, the size, the time."""
     where = shown_address(address)
     try:
-        with time_limit(seconds):
-            return _fetch(address, largest)
+        with time_limit(PICTURE_SECONDS):
+            return _fetch(address)
     except httpx.TimeoutException:
-        raise ValueError(f"{where}: not there within {seconds:g} s") from None
+        raise ValueError(f"{where}: not there within {PICTURE_SECONDS:g} s") from None
     except (httpx.HTTPError, ValueError) as e:
         why = str(e) or type(e).__name__
         raise ValueError(f"{where}: {why}. Save the picture beside the data") from None
 
 
-def _fetch(address, largest):
+def _fetch(address):
     for _ in range(HOPS + 1):
         url = _checked(address)
         with _reply(url) as reply:
             if not reply.has_redirect_location:
                 if reply.status_code != 200:
                     raise ValueError(f"status {reply.status_code}")
-                return read_reply(reply, largest)
+                return read_reply(reply, PICTURE_BYTES)
             address = str(url.join(reply.headers["location"]))
     raise ValueError(f"more than {HOPS} redirections")
 
 
-def load_processor(
-    path: str | Path,  # folder or hub id of the verifier
-    trust_remote_code: bool = False,  # run code that comes with it
-):  # -> a processor if the verifier takes pictures, else its tokenizer
-    "What turns conversations into this verifier's inputs. Videos need torchvision, pictures do not."
+def load_processor(path: str | Path, trust_remote_code: bool = False):
+    """What turns conversations into the inputs of a verifier (folder or hub id): its processor if it takes pictures,
+    else its tokenizer. Videos need torchvision, pictures do not."""
     with tokenizer_errors(path):
         return _processor(path, trust_remote_code)
 
@@ -190,10 +178,8 @@ def _processor(path, trust_remote_code):
         )
 
 
-def without_video(
-    kind: type,  # a processor class of transformers
-) -> type:  # the same, content without a video processor
-    "A processor class that may lack a part."
+def without_video(kind: type) -> type:
+    "A processor class of transformers that is content without a video processor."
 
     def check(self, name, part):
         return None if part is None else kind.check_argument_for_proper_class(self, name, part)
@@ -205,11 +191,9 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 PIXELS: int = Image.MAX_IMAGE_PIXELS or 89_478_485  # 270 MB as RGB
 
 
-def open_picture(
-    source: bytes | Path,  # the content, or the file
-    where: str = "a picture",  # for the message
-) -> Image.Image:  # not yet decoded; its `format` is one of FORMATS, or MPO (several JPEGs)
-    "Look at a picture's header. ValueError: another format, too many pixels, or damaged."
+def open_picture(source: bytes | Path, where: str = "a picture") -> Image.Image:
+    """Look at the header of a picture, its content or its file, which messages call `where`; it is not decoded, and its
+    `format` is one of FORMATS, or MPO (several JPEGs). ValueError: another format, too many pixels, or damaged."""
     try:
         picture = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
     except UnidentifiedImageError:
@@ -234,10 +218,9 @@ def _decoded(file: Path) -> Image.Image:
             raise ValueError(f"{file}: the picture is damaged ({e}); save it again") from None
 
 
-def picture_file(
-    part: dict,  # {"type": "image_url", "image_url": {"url": "file:///…"}} of `resolve_images`
-) -> Path | None:  # None: a part that is no picture
-    "The file of a picture in a prepared row. ValueError: it is elsewhere than in a file."
+def picture_file(part: dict) -> Path | None:
+    """The file of a picture in a prepared row, a part of `resolve_images`; None: the part is no picture. ValueError: it
+    is elsewhere than in a file."""
     if part.get("type") != "image_url":
         return None
     address = part.get("image_url")
@@ -399,10 +382,8 @@ def _part(part, at, beside, files):
     return {"type": "image_url", "image_url": {"url": path.absolute().as_uri()}}
 
 
-def has_pictures(
-    row: dict,  # a conversation in any format
-) -> bool:  # whether it holds more than text
-    "Whether `resolve_images` has something to do."
+def has_pictures(row: dict) -> bool:
+    "Whether a conversation holds more than text, so that `resolve_images` has something to do."
     if not isinstance(row, dict) or row.get("input_ids") is not None:
         return False
     if any(row.get(k) not in (None, "", []) for k in ("image", "images")):
@@ -413,20 +394,17 @@ def has_pictures(
     return any(isinstance(part, dict) and part.get("type") != "text" for part in parts)
 
 
-def pictures_of(
-    messages: list[dict],  # from `resolve_images`
-) -> list[Image.Image]:  # RGB, in the order of their places
-    "Open the pictures. ValueError: one is missing, damaged, too large, or in a format that is not known."
+def pictures_of(messages: list[dict]) -> list[Image.Image]:
+    """Open the pictures of `resolve_images` as RGB, in the order of their places. ValueError: one is missing, damaged,
+    too large, or in a format that is not known."""
     contents = [m.get("content") for m in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     files = [picture_file(part) for part in parts]
     return [_decoded(file) for file in files if file]
 
 
-def for_template(
-    messages: list[dict],  # from `resolve_images`
-) -> list[dict]:  # pictures are {"type": "image"}, which templates look for
-    "What is handed to the chat template."
+def for_template(messages: list[dict]) -> list[dict]:
+    'Messages of `resolve_images` for the chat template, which looks for {"type": "image"}.'
     out = []
     for message in messages:
         if isinstance(message.get("content"), list):
@@ -436,23 +414,17 @@ def for_template(
     return out
 
 
-def process(
-    text: str,  # rendered messages, a placeholder for each picture
-    messages: list[dict],  # from `resolve_images`
-    processor,  # from `load_processor`
-) -> dict[str, torch.Tensor]:  # input_ids [1, n], pixel_values, … : the arguments of the model
-    "Run the processor."
+def process(text: str, messages: list[dict], processor) -> dict[str, torch.Tensor]:
+    """Arguments of the model (input_ids [1, n], pixel_values, …) that a processor makes of messages of
+    `resolve_images`, and of their rendered text with a placeholder for each picture."""
     pictures = pictures_of(messages) or None
     made = processor(text=[text], images=pictures, return_tensors="pt", add_special_tokens=False)
     return dict(made)
 
 
-def carry_mask(
-    mask: np.ndarray,  # [n] bool, of the short row
-    short: list[int],  # [n] ids, one placeholder a picture
-    full: list[int],  # [m] ids, as the processor expands them
-) -> np.ndarray:  # [m] bool
-    "The mask of the tokens that both rows share. ValueError if a trained token has no partner."
+def carry_mask(mask: np.ndarray, short: list[int], full: list[int]) -> np.ndarray:
+    """The mask [m] bool of a row as the processor expands it, `full` [m], by that of the row with one placeholder a
+    picture, `mask` [n] bool of the ids `short` [n]. ValueError if a trained token has no partner."""
     out = np.zeros(len(full), bool)
     for a, b, n in SequenceMatcher(None, short, full, autojunk=False).get_matching_blocks():
         out[b : b + n] = mask[a : a + n]
@@ -500,12 +472,10 @@ def encode_images(
     return out
 
 
-def inputs_of(
-    row: dict,  # of a prepared table: input_ids, messages
-    template: ChatTemplate,  # as the table was made with
-) -> dict[str, torch.Tensor]:  # what the verifier takes beside the ids; empty: the row is text
-    """A row's pictures, as tensors. ValueError if messages and ids do not belong together
-    (other pictures, other processor)."""
+def inputs_of(row: dict, template: ChatTemplate) -> dict[str, torch.Tensor]:
+    """What the verifier takes beside the ids of a row (input_ids, messages) of a prepared table, by the template that
+    it was made with: its pictures, as tensors; empty: the row is text. ValueError if messages and ids do not belong
+    together (other pictures, other processor)."""
     messages = row.get("messages")
     if not messages or not any(isinstance(m.get("content"), list) for m in messages):
         return {}
@@ -520,11 +490,9 @@ def inputs_of(
     return {k: v for k, v in made.items() if k in names and isinstance(v, torch.Tensor)}
 
 
-def row_inputs(
-    dataset: Dataset,  # a prepared table
-    processor,  # from `load_processor`, or its folder, loaded when the first picture comes
-) -> Callable[[int], dict]:  # row -> what the verifier takes beside its ids, {} for text
-    "The pictures of a prepared table, as tensors, made when a row is read."
+def row_inputs(dataset: Dataset, processor) -> Callable[[int], dict]:
+    """Row of a prepared table -> what the verifier takes beside its ids: pictures, as tensors, made when the row is
+    read; {} for text. The processor is that of `load_processor`, or its folder, loaded when the first picture comes."""
     if "messages" not in dataset.column_names:
         return lambda i: {}
     table = dataset.with_format(None)
@@ -532,7 +500,7 @@ def row_inputs(
     @functools.cache
     def template():
         loaded = load_processor(processor) if isinstance(processor, (str, Path)) else processor
-        return ChatTemplate(loaded, **_recorded(dataset).get("template_kwargs", {}))
+        return ChatTemplate(loaded, **config_of(dataset).get("origin", {}).get("template_kwargs", {}))
 
     def inputs(i):
         row = table[i]
@@ -540,12 +508,3 @@ def row_inputs(
         return inputs_of(row, template()) if pictured else {}
 
     return inputs
-
-
-def _recorded(dataset):
-    "`origin` of the prepared folder that a table was opened from."
-    folders = {Path(file["filename"]).parent for file in dataset.cache_files}
-    for file in (folder / "data_config.json" for folder in folders):
-        if file.is_file():
-            return json.loads(file.read_text(encoding="utf-8")).get("origin", {})
-    return {}

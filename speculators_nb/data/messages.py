@@ -11,10 +11,8 @@ _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 60
 
 
-def brief(
-    value,  # anything
-) -> str:  # on one line
-    "A value for an error message, shortened."
+def brief(value) -> str:
+    "Anything as text for an error message: on one line, shortened."
     try:
         return _REPR.repr(value)
     except ValueError:  # Python refuses to write whole numbers of more than 4300 digits
@@ -24,12 +22,7 @@ def brief(
 class BadRow(ValueError):
     "A conversation that cannot be used: `reason` (the same for like cases), `at`, `detail`."
 
-    def __init__(
-        self,
-        reason: str,  # what like cases have in common
-        at: str = "",  # where in the conversation, e.g. "message 3"
-        detail: str = "",  # what differs from case to case
-    ):
+    def __init__(self, reason: str, at: str = "", detail: str = ""):
         super().__init__(reason, at, detail)
         self.reason, self.at, self.detail = reason, at, detail
 
@@ -38,11 +31,9 @@ class BadRow(ValueError):
         return f"{text} ({self.detail})" if self.detail else text
 
 
-def check_text(
-    text: str,  # of a message, or a rendered conversation
-    at: str = "",  # where it is, for the error
-) -> str:  # the same
-    "BadRow for half of a surrogate pair: what is left of a character that was cut in two."
+def check_text(text: str, at: str = "") -> str:
+    """The text itself. BadRow, naming the place `at`, for half of a surrogate pair: what is left of a character that
+    was cut in two."""
     if not text.isascii():
         try:
             text.encode()
@@ -77,10 +68,9 @@ ANSWERS = ("solution", "generated_solution", "answer", "output", "response", "co
 ANSWERS += ("targets",)
 
 
-def question_and_answer(
-    row: dict,  # with columns of `QUESTIONS` and `ANSWERS`; a list in one is of messages
-) -> list:  # messages as they are written; empty: there is no question
-    "The messages of a row that has a question, and perhaps an answer, in its columns."
+def question_and_answer(row: dict) -> list:
+    """The messages, as they are written, of a row with columns of `QUESTIONS` and perhaps `ANSWERS`; a list in one is
+    of messages. Empty: there is no question."""
     column = _first_name(row, *QUESTIONS)
     answered = _first_name(row, *ANSWERS)
     question = row.get(column)
@@ -112,10 +102,9 @@ def _as_messages(role, content, column):
     return [] if content in (None, "") else [{"role": role, "content": content}]
 
 
-def messages_of(
-    row,  # as in `normalize`
-) -> list[dict[str, Any]]:  # as they are written, a system prompt of its own column in front
-    "The messages of a conversation. BadRow: there are none, or they are no list of objects."
+def messages_of(row) -> list[dict[str, Any]]:
+    """The messages of a conversation (as in `normalize`), as they are written, a system prompt of its own column in
+    front. BadRow: there are none, or they are no list of objects."""
     columns: dict = row if isinstance(row, dict) else {"messages": row}
     found: list[Any] = [columns.get(name) for name in CONVERSATIONS]
     found = [t.tolist() if hasattr(t, "tolist") else t for t in found]
@@ -276,10 +265,9 @@ def _call(call, at):
     return call
 
 
-def tools_of(
-    row,  # a conversation; its "tools" may be a list or a string of JSON, as tables store it
-) -> list[dict] | None:  # for the template
-    "What could be called. BadRow: unreadable; a prompt without its tools is another prompt."
+def tools_of(row) -> list[dict] | None:
+    """What could be called: "tools" of a conversation, a list or, as tables store it, a string of JSON. BadRow:
+    unreadable; a prompt without its tools is another prompt."""
     given = _first(row, "tools", "functions") if isinstance(row, dict) else None
     tools: Any = as_json(given, "tools")
     if isinstance(tools, list):
@@ -289,12 +277,9 @@ def tools_of(
     return tools or None
 
 
-def as_json(
-    value,  # a field of a conversation
-    what: str,  # its name
-    at: str = "",  # where it is, for the error
-) -> list | dict | None:  # None: there is nothing
-    "A list or an object, also where it is written as a string of JSON. BadRow: it is neither."
+def as_json(value, what: str, at: str = "") -> list | dict | None:
+    """A list or an object, also where it is written as a string of JSON; None: there is nothing. BadRow, naming the
+    field `what` and the place `at`: it is neither."""
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, str) and value.strip():
         try:
@@ -310,10 +295,9 @@ def as_json(
 EMPTY = ({"content": ""}, {"content": None}, {})  # of a turn that only calls tools
 
 
-def spellings(
-    messages: list[dict],  # as from `normalize`
-) -> Iterator[list[dict]]:  # the first: as they are written
-    "The same conversation with its calls of tools spelled in every way that templates read."
+def spellings(messages: list[dict]) -> Iterator[list[dict]]:
+    """The same conversation, as from `normalize`, with its calls of tools spelled in every way that templates read; as
+    it is written comes first."""
     tried = []
     called = any(m.get("tool_calls") for m in messages)
     for empty in (None, *EMPTY) if called else (None,):
@@ -324,9 +308,7 @@ def spellings(
                 yield spelled
 
 
-def as_served(
-    messages: list[dict],  # as from `normalize`
-) -> list[dict]:
+def as_served(messages: list[dict]) -> list[dict]:
     "Arguments of calls as objects: vLLM parses them before it renders a request."
     return [_spelled(m, None, _as_object) for m in messages]
 

@@ -73,27 +73,12 @@ def _encode(batch, encoder):
     with_pictures = [_has_pictures(row, encoder) for _, row in batch]
     text = [row for (_, row), pictured in zip(batch, with_pictures) if not pictured]
     encoded = iter(
-        encode_batch(
-            text,
-            template,
-            rows=settings.rows,
-            first=first,
-            vocab_size=vocab_size,
-            trained=settings.trained,
-        )
+        encode_batch(text, template, rows=settings.rows, first=first, vocab_size=vocab_size, trained=settings.trained)
     )
     out = []
     for (where, row), pictured in zip(batch, with_pictures):
         rows = _encode_pictures(row, encoder) if pictured else next(encoded)
-        made = made_of(
-            row,
-            rows,
-            template.control,
-            settings.max_length,
-            settings.too_long,
-            settings.min_trained,
-        )
-        out.append((where, made))
+        out.append((where, made_of(row, rows, template.control, settings)))
     return out
 
 
@@ -229,23 +214,17 @@ SCHEMA = SPOOLED.arrow_schema
 
 
 class RowSpool:
-    "Rows that wait in a file, read by conversation in any order."
+    "Rows that wait in a file, which can be written and read, by conversation in any order."
 
-    def __init__(
-        self,
-        file: IO[bytes],  # that can be written and read
-    ):
+    def __init__(self, file: IO[bytes]):
         self.file = file
         self.writer = pa.ipc.new_file(self.file, SCHEMA)
         self.counts = array("q")  # rows of each conversation
         self.lengths = array("q")  # tokens of each row
         self.nbytes, self.pictures, self.tools = 0, False, False  # rows with messages, tools
 
-    def append(
-        self,
-        rows: list[tuple],  # of one conversation; with pictures also messages and tools
-    ) -> None:
-        "Add a conversation. OSError: the disk is full."
+    def append(self, rows: list[tuple]) -> None:
+        "Add the rows of a conversation; with pictures also its messages and tools. OSError: the disk is full."
         pictured = [row[2:] for row in rows if len(row) > 2]
         self.pictures |= bool(pictured)
         self.tools |= any(tools for _, tools in pictured)
@@ -271,25 +250,17 @@ class RowSpool:
         self.writer.close()
         self.file.flush()
 
-    def tables(
-        self,
-        order: Iterable[int],  # conversations
-        sizes: Iterable[int],  # rows of each table
-    ) -> Iterator[pa.Table]:
-        "The rows of the conversations in this order, a table at a time."
-        reader, numbers, names = pa.ipc.open_file(self.file), iter(order), [*self.features]
-        waiting, ready = [], 0
-        for size in sizes:
-            while ready < size:
-                waiting.append(reader.get_batch(int(next(numbers))).select(names))
-                ready += len(waiting[-1])
-            table = pa.Table.from_batches(waiting)
-            yield table.slice(0, size).combine_chunks()
-            waiting = table.slice(size).to_batches()
-            ready -= size
+    def tables(self, order: np.ndarray, most: int | None = None) -> Iterator[pa.Table]:
+        """The rows of the conversations in this order, so many conversations at a time; None: a thousand, or as many as
+        take 100 MB."""
+        reader, names = pa.ipc.open_file(self.file), [*self.features]
+        most = most or max(1, min(AT_ONCE, len(self.counts) * BYTES_AT_ONCE // self.nbytes))
+        for start in range(0, len(order), most):
+            batches = [reader.get_batch(int(i)).select(names) for i in order[start : start + most]]
+            yield pa.Table.from_batches(batches).combine_chunks()
 
 
-ROWS_AT_ONCE, BYTES_AT_ONCE = 1000, 100_000_000  # of a table that is written; as in `datasets`
+AT_ONCE, BYTES_AT_ONCE = 1000, 100_000_000  # of a table that is written
 
 
 class Result(NamedTuple):
@@ -311,25 +282,11 @@ class Result(NamedTuple):
         before = np.repeat(firsts - (n.cumsum() - n), n)
         return lengths[before + np.arange(len(before))]
 
-    def tables(
-        self,
-        files: int = 1,  # that are written; no table belongs to two
-    ) -> Iterator[Iterator[pa.Table]]:  # for each file its tables, of bounded size
-        "The rows in their order."
-        n = len(self.rows.lengths)
-        most = max(1, min(ROWS_AT_ONCE, n * BYTES_AT_ONCE // self.rows.nbytes))
-        sizes = [
-            [min(most, rows - start) for start in range(0, rows, most)]
-            for rows in (n // files + (k < n % files) for k in range(files))
-        ]
-        tables = self.rows.tables(self.order, chain.from_iterable(sizes))
-        yield from (islice(tables, len(part)) for part in sizes)
-
     def questions(self) -> Iterator[dict]:
         """What the held-out conversations ask: a prompt, the token ids before the first answer;
         of one with pictures messages and tools."""
         order = self.order[len(self.order) - self.held_out :]
-        for table in self.rows.tables(order, [self.rows.counts[i] for i in order]):
+        for table in self.rows.tables(order, 1):
             row = table.slice(0, 1).to_pylist()[0]
             messages, tools = (json.loads(row.get(name) or "null") for name in ("messages", "tools"))
             prompt = row["input_ids"][: row["loss_mask"].index(True)]
@@ -425,20 +382,19 @@ def prepare(
     conversations: str | Path | Iterable,  # as in `sources.located`; also input_ids, loss_mask
     tokenizer,  # a fast HF tokenizer with a chat template
     max_length: int,  # longer rows are cut
-    rows: str = "conversation",  # "turn": a row per assistant turn, only that turn trained
     limit: int | None = None,  # stop after so many conversations
     vocab_size: int | None = None,  # the verifier's; None: as many as the tokenizer has
     **template_kwargs,  # for the chat template
 ) -> Dataset:  # input_ids, loss_mask, seq_len; `info.description` says what was dropped
     """Tokenise in memory. What cannot be used is dropped and counted; ValueError if no row is
     left."""
-    check_options({"max_length": max_length, "rows": rows, "max_samples": limit})
-    settings = Settings(max_length, rows=rows, dedup=False, shuffle=False, val_fraction=0.0)
+    check_options({"max_length": max_length, "max_samples": limit})
+    settings = Settings(max_length, dedup=False, shuffle=False, val_fraction=0.0)
     template = ChatTemplate(tokenizer, **template_kwargs)
     encoder = Encoder(template, settings, vocab_size or len(template.tokenizer))
     result = run_pipeline(conversations, encoder, limit=limit)
     counts = result.counts
-    rows_in_order = pa.concat_tables(chain.from_iterable(result.tables()))
+    rows_in_order = pa.concat_tables(result.rows.tables(result.order))
     table = Dataset(rows_in_order, info=DatasetInfo(features=result.rows.features))
     masks = pc.call_function("list_flatten", [table.data.table["loss_mask"]])
     trained = pc.call_function("sum", [masks]).as_py()

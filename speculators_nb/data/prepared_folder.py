@@ -24,11 +24,9 @@ from .messages import brief
 from .sources import load_table
 
 
-def read_token_freq(
-    folder: str | os.PathLike,  # a prepared folder, ours or upstream's
-    trained: int | None = None,  # what the counts must add up to; None: not checked
-) -> dict[int, int] | None:  # token id -> trained occurrences; None: none, or of another table
-    "Read `token_freq.json`, else `token_freq.pt` (as data: ValueError for a pickle of anything but numbers)."
+def read_token_freq(folder: str | os.PathLike, trained: int | None = None) -> dict[int, int] | None:
+    """Token id -> trained occurrences of a prepared folder, ours or upstream's: `token_freq.json`, else `token_freq.pt`
+    (as data: ValueError for a pickle of anything but numbers). None: there is none, or its sum is not `trained`."""
     files = [Path(folder) / name for name in ("token_freq.json", "token_freq.pt")]
     files = [file for file in files if file.is_file()]
     if not files:
@@ -57,10 +55,9 @@ def _checked_counts(freq):
     return freq
 
 
-def read_data_config(
-    folder: str | Path,  # a prepared folder or a feature folder, ours or upstream's
-) -> dict:  # its data_config.json; empty: there is none
-    "What a folder was made from. ValueError names the file and the field that is not as it was written."
+def read_data_config(folder: str | Path) -> dict:
+    """data_config.json of a prepared folder or a feature folder, ours or upstream's; empty: there is none. ValueError
+    names the file and the field that is not as it was written."""
     file = Path(folder) / "data_config.json"
     if not file.is_file():
         return {}
@@ -71,6 +68,13 @@ def read_data_config(
                 f"{file}: {field}={brief(value)}, expected {expected}. Make the folder again, or copy the file again."
             )
     return config
+
+
+def config_of(dataset: Dataset) -> dict:
+    "`read_data_config` of the folder that a table was opened from; empty: there is none, or several."
+    folders = {Path(file["filename"]).parent for file in dataset.cache_files}
+    configs = [config for config in map(read_data_config, folders) if config]
+    return configs[0] if len(configs) == 1 else {}
 
 
 def _config_checks(config):
@@ -103,11 +107,8 @@ def _is_count(value):
     return type(value) is int and value >= 0
 
 
-def changes(
-    old: dict,  # `origin` of a folder
-    new: dict,  # of the current call
-) -> list[str]:  # "max_length was 2048, is 1024" for each difference
-    "What differs between two origins."
+def changes(old: dict, new: dict) -> list[str]:
+    'What differs between two origins of a folder: "max_length was 2048, is 1024" for each difference.'
     names = [*new, *(old.keys() - new.keys())]
     return [f"{name} was {old.get(name)!r}, is {new.get(name)!r}" for name in names if old.get(name) != new.get(name)]
 
@@ -150,13 +151,67 @@ def _is_list_of_numbers(kind, boolean):
     return pa.types.is_integer(value) or (boolean and pa.types.is_boolean(value))
 
 
-class PreparedRows:
-    "The rows of a prepared folder: `rows`, `train` and `val`, with lengths and counts."
+def _count(n, unit):
+    "A number with its unit: 1 row, 2 rows."
+    return f"{n} {unit}{'s' * (n != 1)}"
 
-    def __init__(
-        self,
-        folder: str | Path,  # as `prepare_data` or the upstream library wrote it
-    ):
+
+def _places(places, n) -> str:
+    "The first places of n, each without the file that the one before it names."
+    if not places:
+        return ""
+    heads = [place.rpartition(", ")[0] for place in places]
+    shown = [
+        place.removeprefix(f"{head}, ") if head == before else place
+        for place, head, before in zip(places, heads, [None, *heads])
+    ]
+    return f" ({'; '.join([*shown, *['…'] * (n > len(places))])})"
+
+
+COLOURS = {"context": "#c9c9c9", "trained": "#e69f00", "cut off": "#d55e00"}
+
+
+def _plot_lengths(ax, prepared):
+    "How many tokens are in rows of which length."
+    edges = np.linspace(0, max(int(prepared.lengths.max(initial=1)), 1), 31)
+    centres = (edges[1:] + edges[:-1]) / 2
+    for name, tokens in (("context", prepared.lengths), ("trained", prepared.trained)):
+        heights, _ = np.histogram(prepared.lengths, edges, weights=tokens)
+        ax.bar(centres, heights, edges[1] * 0.92, color=COLOURS[name], label=name)
+    if limit := prepared.config.get("origin", {}).get("max_length"):
+        at = min(limit, edges[-1])
+        ax.axvline(at, ls=":", color="#555555", label=f"max_length {limit}")
+    ax.set(xlabel="length of the row, tokens", ylabel="tokens in such rows")
+    median = int(np.median(prepared.lengths)) if len(prepared) else 0
+    ax.set_title(f"{len(prepared)} rows; the median has {median} tokens", loc="left")
+    ax.legend(frameon=False)
+
+
+def _plot_shares(ax, prepared):
+    "Which share of the tokens is trained, is context, was cut off."
+    tokens = int(prepared.lengths.sum())
+    trained = int(prepared.trained.sum())
+    cut = prepared.config.get("report", {}).get("tokens_cut", 0)
+    whole = max(tokens + cut, 1)
+    start = 0
+    for name, count in (("trained", trained), ("context", tokens - trained), ("cut off", cut)):
+        ax.barh(0, count / whole, left=start / whole, color=COLOURS[name], height=0.5)
+        if count:
+            centre = (start + count / 2) / whole
+            text = f"{name}\n{count / whole:.0%}"
+            ax.text(centre, 0.34, text, ha="center", va="bottom", fontsize=9)
+        start += count
+    ax.set(xlim=(0, 1), ylim=(-0.5, 1), xlabel=f"share of {whole} tokens", yticks=[])
+    ax.spines["left"].set_visible(False)
+    share = trained / max(tokens, 1)
+    ax.set_title(f"{share:.0%} of what is computed is trained", loc="left")
+
+
+class Prepared:
+    """An open prepared folder: `rows`, `train`, `val`, `token_freq`, `config`; `table`, `dropped` and `plot()` show
+    what is in it, as it does itself in a notebook."""
+
+    def __init__(self, folder: str | Path):
         self.folder = Path(folder)
         rows = load_table(folder)
         _check_columns(folder, rows)
@@ -207,27 +262,6 @@ class PreparedRows:
         stored = read_token_freq(self.folder, int(self.trained.sum()))
         return stored or token_frequencies(self.rows)
 
-
-def _count(n, unit):
-    "A number with its unit: 1 row, 2 rows."
-    return f"{n} {unit}{'s' * (n != 1)}"
-
-
-def _places(places, n) -> str:
-    "The first places of n, each without the file that the one before it names."
-    if not places:
-        return ""
-    heads = [place.rpartition(", ")[0] for place in places]
-    shown = [
-        place.removeprefix(f"{head}, ") if head == before else place
-        for place, head, before in zip(places, heads, [None, *heads])
-    ]
-    return f" ({'; '.join([*shown, *['…'] * (n > len(places))])})"
-
-
-class PreparedReport(PreparedRows):
-    "Tables of what a prepared folder contains; it displays them in a notebook."
-
     def _reported(self, name):
         return self.config.get("report", {}).get(name, [])
 
@@ -252,29 +286,28 @@ class PreparedReport(PreparedRows):
         frame["mask"] = (frame["trained"] / frame["tokens"]).astype("Float64").round(3)
         return frame
 
+    def _listed(self, name, columns) -> pd.DataFrame:  # by the first of these columns
+        return pd.DataFrame(self._reported(name), columns=columns).set_index(columns[0])
+
     @property
     def dropped(self) -> pd.DataFrame:  # reason -> count, unit, the place of the first
         "Why conversations and rows are not in the table."
-        columns = ["reason", "count", "unit", "first"]
-        return pd.DataFrame(self._reported("dropped"), columns=columns).set_index("reason")
+        return self._listed("dropped", ["reason", "count", "unit", "first"])
 
     @property
     def omitted(self) -> pd.DataFrame:  # what -> conversations, place of the first
         "What was left out of conversations that are kept, or is not trained."
-        columns = ["what", "conversations", "first"]
-        return pd.DataFrame(self._reported("omitted"), columns=columns).set_index("what")
+        return self._listed("omitted", ["what", "conversations", "first"])
 
     @property
     def control_tokens(self) -> pd.DataFrame:  # token -> conversations, place of the first
         "Control tokens that messages spell: the tokenizer reads their names as tokens."
-        columns = ["token", "conversations", "first"]
-        return pd.DataFrame(self._reported("control_tokens"), columns=columns).set_index("token")
+        return self._listed("control_tokens", ["token", "conversations", "first"])
 
     @property
     def domains(self) -> pd.DataFrame:  # domain -> conversations, rows, tokens, trained
         "What each domain gave, before the split; empty where no conversation names one."
-        columns = ["domain", "conversations", "without rows", "rows", "tokens", "trained"]
-        return pd.DataFrame(self._reported("domains"), columns=columns).set_index("domain")
+        return self._listed("domains", ["domain", "conversations", "without rows", "rows", "tokens", "trained"])
 
     def __repr__(self):
         tokens = int(self.lengths.sum())
@@ -315,50 +348,6 @@ class PreparedReport(PreparedRows):
         tables = [t.to_html() for t in tables if len(t)]
         return f"<p>{self!r}</p>" + self.table.to_html(na_rep="") + "".join(tables)
 
-
-COLOURS = {"context": "#c9c9c9", "trained": "#e69f00", "cut off": "#d55e00"}
-
-
-def _plot_lengths(ax, prepared):
-    "How many tokens are in rows of which length."
-    edges = np.linspace(0, max(int(prepared.lengths.max(initial=1)), 1), 31)
-    centres = (edges[1:] + edges[:-1]) / 2
-    for name, tokens in (("context", prepared.lengths), ("trained", prepared.trained)):
-        heights, _ = np.histogram(prepared.lengths, edges, weights=tokens)
-        ax.bar(centres, heights, edges[1] * 0.92, color=COLOURS[name], label=name)
-    if limit := prepared.config.get("origin", {}).get("max_length"):
-        at = min(limit, edges[-1])
-        ax.axvline(at, ls=":", color="#555555", label=f"max_length {limit}")
-    ax.set(xlabel="length of the row, tokens", ylabel="tokens in such rows")
-    median = int(np.median(prepared.lengths)) if len(prepared) else 0
-    ax.set_title(f"{len(prepared)} rows; the median has {median} tokens", loc="left")
-    ax.legend(frameon=False)
-
-
-def _plot_shares(ax, prepared):
-    "Which share of the tokens is trained, is context, was cut off."
-    tokens = int(prepared.lengths.sum())
-    trained = int(prepared.trained.sum())
-    cut = prepared.config.get("report", {}).get("tokens_cut", 0)
-    whole = max(tokens + cut, 1)
-    start = 0
-    for name, count in (("trained", trained), ("context", tokens - trained), ("cut off", cut)):
-        ax.barh(0, count / whole, left=start / whole, color=COLOURS[name], height=0.5)
-        if count:
-            centre = (start + count / 2) / whole
-            text = f"{name}\n{count / whole:.0%}"
-            ax.text(centre, 0.34, text, ha="center", va="bottom", fontsize=9)
-        start += count
-    ax.set(xlim=(0, 1), ylim=(-0.5, 1), xlabel=f"share of {whole} tokens", yticks=[])
-    ax.spines["left"].set_visible(False)
-    share = trained / max(tokens, 1)
-    ax.set_title(f"{share:.0%} of what is computed is trained", loc="left")
-
-
-class Prepared(PreparedReport):
-    """An open prepared folder: `rows`, `train`, `val`, `token_freq`, `config`; `table`,
-    `dropped` and `plot()` show what is in it."""
-
     def add_vocab_mapping(
         self,
         draft_vocab_size: int,  # Vd
@@ -392,8 +381,7 @@ class Prepared(PreparedReport):
         return fig
 
 
-def load_prepared(
-    folder: str | Path,  # ours, or the upstream library's
-) -> Prepared:  # open and checked
-    "Open a prepared folder. FileNotFoundError: no table; ValueError: damaged, or its parts are of different runs."
+def load_prepared(folder: str | Path) -> Prepared:
+    """Open and check a prepared folder, ours or upstream's. FileNotFoundError: no table; ValueError: damaged, or its
+    parts are of different runs."""
     return Prepared(folder)

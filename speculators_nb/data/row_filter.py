@@ -14,11 +14,9 @@ from .messages import BadRow, brief, normalize, tools_of
 from .sources import located
 
 
-def ready_row(
-    row: dict,  # {"input_ids", "loss_mask"}
-    vocab_size: int | None = None,  # the verifier's; None: unknown
-) -> tuple[np.ndarray, np.ndarray]:  # input_ids int32 [n], loss_mask bool [n]
-    "A row that is tokenised already, checked. BadRow says what is wrong with it."
+def ready_row(row: dict, vocab_size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """A row that is tokenised already ("input_ids", "loss_mask"), checked: input_ids int32 [n], loss_mask bool [n].
+    BadRow says what is wrong with it."""
     ids = row["input_ids"]
     array = np.asarray(ids) if _whole_numbers(ids) else np.zeros((0, 0))
     if array.ndim != 1:
@@ -34,11 +32,8 @@ def ready_row(
     return array.astype(np.int32), _ready_mask(row.get("loss_mask"), len(array))
 
 
-def check_ids(
-    ids: np.ndarray,  # [n] whole numbers
-    vocab_size: int | None,  # the verifier's; None: unknown
-) -> None:
-    "BadRow if an id is beyond the vocabulary."
+def check_ids(ids: np.ndarray, vocab_size: int | None) -> None:
+    "BadRow if one of the ids [n] is beyond the verifier's vocabulary; None: it is not known."
     if vocab_size and len(ids) and (high := int(ids.max())) >= vocab_size:
         raise BadRow(
             f"a token id beyond the verifier's vocabulary of {vocab_size}; tokenise it for this verifier",
@@ -70,19 +65,15 @@ def _ready_mask(mask, n):
     return array.astype(bool)
 
 
-def domain_of(
-    row: dict,  # a conversation
-) -> str | None:  # None: it names none
-    "The domain, source or category that a conversation names: a mix has columns for it."
+def domain_of(row: dict) -> str | None:
+    "The domain, source or category that a conversation names, if any: a mix has columns for it."
     names = (row.get(column) for column in ("domain", "source", "category", "dataset"))
     return next((name for name in names if isinstance(name, str) and name), None)
 
 
-def used(
-    row: dict,  # a conversation in any spelling, or a row with input_ids
-    vocab_size: int | None = None,  # the verifier's; None: unknown
-) -> dict:  # "messages" and "tools" (and pictures), or "input_ids" and "loss_mask"; "domain"
-    "What is used of a conversation, in one spelling. BadRow: it cannot be used."
+def used(row: dict, vocab_size: int | None = None) -> dict:
+    """What is used of a conversation, in one spelling: "messages" and "tools" (and pictures), or "input_ids" and
+    "loss_mask"; and "domain". BadRow: it cannot be used."""
     domain = {"domain": name} if (name := domain_of(row)) else {}
     if row.get("input_ids") is not None:
         return dict(zip(("input_ids", "loss_mask"), ready_row(row, vocab_size))) | domain
@@ -91,11 +82,9 @@ def used(
 
 
 def read_rows(
-    data: str | Path | Iterable,  # as in `located`
-    vocab_size: int | None = None,  # the verifier's; None: unknown
-    limit: int | None = None,  # stop after so many
-) -> Iterator[tuple[str, dict | Exception]]:  # (where, as from `used`, or why it is unusable)
-    "The conversations of a source, checked."
+    data: str | Path | Iterable, vocab_size: int | None = None, limit: int | None = None
+) -> Iterator[tuple[str, dict | Exception]]:
+    "The conversations of a source of `located`, `limit` at most: (where, as from `used`, or why it cannot be used)."
     source = data if isinstance(data, Located) else located(data)
     for where, row in islice(source, limit):
         try:
@@ -104,10 +93,8 @@ def read_rows(
             yield where, e
 
 
-def in_data(
-    data,  # a source, as in `located`
-) -> str:  # " in NAME"; empty for what has no name
-    "Where nothing was found, for a message."
+def in_data(data) -> str:
+    'Where nothing was found, for a message: " in NAME"; empty for a source that has no name.'
     return f" in {brief(str(data))}" if isinstance(data, (str, Path)) else ""
 
 
@@ -115,10 +102,8 @@ class Located(list):
     "(where, conversation) pairs that `located` has read."
 
 
-def size_of(
-    row: dict,  # as from `used`
-) -> int:  # characters, or what takes as much memory
-    "How large a conversation is."
+def size_of(row: dict) -> int:
+    "How large a conversation of `used` is: characters, or what takes as much memory."
     if "input_ids" in row:
         return 8 * len(row["input_ids"])
     return sum(100 + _content_size(m["content"]) for m in row["messages"])
@@ -138,15 +123,13 @@ def _content_size(content):
 BATCH = 1 << 20  # characters of the conversations that are tokenised together
 
 
-def batches(
-    stream: Iterable,  # (where, conversation as from `used`)
-    n: int = 64,  # conversations
-) -> Iterator[list]:  # up to n of them, or as many as fit in `BATCH` characters; at least one
-    "A stream in batches of a bounded size."
+def batches(stream: Iterable) -> Iterator[list]:
+    """A stream of (where, conversation as from `used`) in batches of a bounded size: 64, or as many as fit in `BATCH`
+    characters; at least one."""
     batch, size = [], 0
     for where, row in stream:
         more = size_of(row)
-        if batch and (len(batch) == n or size + more > BATCH):
+        if batch and (len(batch) == 64 or size + more > BATCH):
             yield batch
             batch, size = [], 0
         batch.append((where, row))
@@ -156,12 +139,10 @@ def batches(
 
 
 def filter_rows(
-    made: list[tuple] | Exception,  # rows of one conversation, from `encode_batch`
-    max_length: int,  # tokens
-    too_long: str = "cut",  # or "drop"
-    min_trained: int = 1,  # tokens
-) -> tuple[list[tuple], list[str], int]:  # rows kept, why others are not, tokens cut off
-    "Apply the limits to the rows of one conversation."
+    made: list[tuple] | Exception, max_length: int, too_long: str = "cut", min_trained: int = 1
+) -> tuple[list[tuple], list[str], int]:
+    """Apply the limits, in tokens, to the rows of one conversation of `encode_batch`: those that are kept, why others
+    are not, tokens that were cut off. too_long="drop": a row that is longer goes as a whole."""
     if isinstance(made, Exception):
         return [], [reason_of(made)], 0
     kept, why, cut = [], [], 0
@@ -178,10 +159,8 @@ def filter_rows(
     return kept, why, cut
 
 
-def reason_of(
-    error: Exception,  # from `encode_batch`
-) -> str:  # on one line
-    "Under which words like errors are counted."
+def reason_of(error: Exception) -> str:
+    "Under which words, on one line, errors of `encode_batch` that are alike are counted."
     if isinstance(error, BadRow):
         return error.reason
     if isinstance(error, RecursionError):
@@ -203,21 +182,15 @@ class Made(NamedTuple):
     omitted: dict[str, int] = {}  # what is in no row, or not trained -> first such message
 
 
-def made_of(
-    row: dict,  # as from `used`
-    encoded: list[tuple] | Exception,  # its rows, from `encode_batch`
-    control,  # `ChatTemplate.control`
-    max_length: int,  # tokens; longer rows are cut or dropped
-    too_long: str = "cut",  # or "drop"
-    min_trained: int = 1,  # trained tokens that a row must have
-) -> Made:
-    "Apply the limits, and look for control tokens in the messages."
+def made_of(row: dict, encoded: list[tuple] | Exception, control, settings) -> Made:
+    """Apply the limits of `pipeline.Settings` to the rows of a conversation of `used`, from `encode_batch`, and look
+    for control tokens (`ChatTemplate.control`) in its messages."""
     domain = row.get("domain")
     if isinstance(encoded, BadRow):
         return Made(error=encoded, domain=domain)
     if isinstance(encoded, Exception):  # of a template or tokenizer; not all can be pickled
         return Made(error=BadRow(reason_of(encoded)), domain=domain)
-    rows, dropped, cut = filter_rows(encoded, max_length, too_long, min_trained)
+    rows, dropped, cut = filter_rows(encoded, settings.max_length, settings.too_long, settings.min_trained)
     partial = getattr(encoded, "partial", False)
     spelled = control.spelled(row["messages"], row.get("tools")) if "messages" in row else {}
     return Made(
@@ -235,95 +208,28 @@ REASONS = 50  # counted separately
 NAMED = 5  # duplicates, by their places
 
 
-class CountsText:
-    "Counts as sentences."
-
-    dropped: list[dict]
-    control: list[dict]
-    omitted: list[dict]
-
-    def why(self) -> str:  # on one line
-        "Why conversations and rows were left out, for a message."
-        reasons = (f"{r['count']} × {r['reason']} (first: {r['first']})" for r in self.dropped)
-        return "; ".join(reasons)
-
-    def left_out(self) -> str:  # on one line
-        "What was left out of conversations that are kept, for a message."
-        return "; ".join(
-            f"{r['what']} in {r['conversations']} conversations (first: {r['first']})" for r in self.omitted
-        )
-
-    def spelled(self) -> str:  # on one line
-        "The control tokens that messages spell, for a message."
-        return "text is read as control tokens: " + ", ".join(
-            f"{c['token']!r} in {c['conversations']} conversations (first: {c['first']})" for c in self.control
-        )
-
-
-class DomainCounts(CountsText):
-    "What each domain of a mix gave."
-
-    def __init__(self):
-        self._domains = {}
-
-    def _count_domain(self, made):
-        name = made.domain or "unnamed"
-        if name not in self._domains and len(self._domains) >= REASONS:
-            name = "other domains"
-        counts = self._domains.setdefault(name, Counter())
-        counts["conversations"] += 1
-        counts["without rows"] += not made.rows
-        for ids, mask, *_ in made.rows:
-            counts["rows"] += 1
-            counts["tokens"] += len(ids)
-            counts["trained"] += int(np.count_nonzero(mask))
-
-    @property
-    def domains(self) -> list[dict]:  # the largest first; empty: no conversation names one
-        "Domain, conversations, those without rows, rows, tokens, trained tokens."
-        if self._domains.keys() <= {"unnamed"}:
-            return []
-        names = ("conversations", "without rows", "rows", "tokens", "trained")
-        lines = [
-            {"domain": domain} | {name: counts[name] for name in names} for domain, counts in self._domains.items()
-        ]
-        return sorted(lines, key=lambda line: -line["tokens"])
-
-
-class Counts(DomainCounts):
+class Counts:
     "What became of conversations: numbers, reasons, and the place of the first case of each."
 
     def __init__(self):
-        super().__init__()
-        self.n, self._dropped, self._control, self._omitted = Counter(), {}, {}, {}
+        self.n, self._domains, self._dropped, self._control, self._omitted = Counter(), {}, {}, {}, {}
         self.duplicates = []  # where the first of them are
 
-    def repeat(
-        self,
-        where: str,  # file and line
-    ) -> None:
-        "Count a conversation with the same messages as one before it."
+    def repeat(self, where: str) -> None:
+        "Count a conversation with the same messages as one before it, by its file and line."
         self.n["duplicates"] += 1
         if len(self.duplicates) < NAMED:
             self.duplicates.append(where)
 
-    def refuse(
-        self,
-        where: str,  # file and line
-        error: Exception,  # why
-    ) -> None:
-        "Count a conversation that cannot be used."
+    def refuse(self, where: str, error: Exception) -> None:
+        "Count a conversation that cannot be used, by its file and line."
         at = ": ".join(filter(None, (getattr(error, "at", ""), getattr(error, "detail", ""))))
         at = (at.splitlines() or [""])[0][:120]
         self._drop(reason_of(error), "conversations", f"{where}, {at}" if at else where)
         self.n["without rows"] += 1
 
-    def add(
-        self,
-        where: str,  # file and line
-        made: Made,  # from `made_of`
-    ) -> None:
-        "Count what became of a conversation."
+    def add(self, where: str, made: Made) -> None:
+        "Count what became of a conversation, by its file and line."
         self._count_domain(made)
         if made.error is not None:
             self.refuse(where, made.error)
@@ -360,3 +266,43 @@ class Counts(DomainCounts):
     def control(self) -> list[dict]:  # token, conversations, first; the most frequent first
         "Control tokens that messages spell."
         return sorted(self._control.values(), key=lambda r: -r["conversations"])
+
+    def _count_domain(self, made):
+        name = made.domain or "unnamed"
+        if name not in self._domains and len(self._domains) >= REASONS:
+            name = "other domains"
+        counts = self._domains.setdefault(name, Counter())
+        counts["conversations"] += 1
+        counts["without rows"] += not made.rows
+        for ids, mask, *_ in made.rows:
+            counts["rows"] += 1
+            counts["tokens"] += len(ids)
+            counts["trained"] += int(np.count_nonzero(mask))
+
+    @property
+    def domains(self) -> list[dict]:  # the largest first; empty: no conversation names one
+        "Domain, conversations, those without rows, rows, tokens, trained tokens."
+        if self._domains.keys() <= {"unnamed"}:
+            return []
+        names = ("conversations", "without rows", "rows", "tokens", "trained")
+        lines = [
+            {"domain": domain} | {name: counts[name] for name in names} for domain, counts in self._domains.items()
+        ]
+        return sorted(lines, key=lambda line: -line["tokens"])
+
+    def why(self) -> str:  # on one line
+        "Why conversations and rows were left out, for a message."
+        reasons = (f"{r['count']} × {r['reason']} (first: {r['first']})" for r in self.dropped)
+        return "; ".join(reasons)
+
+    def left_out(self) -> str:  # on one line
+        "What was left out of conversations that are kept, for a message."
+        return "; ".join(
+            f"{r['what']} in {r['conversations']} conversations (first: {r['first']})" for r in self.omitted
+        )
+
+    def spelled(self) -> str:  # on one line
+        "The control tokens that messages spell, for a message."
+        return "text is read as control tokens: " + ", ".join(
+            f"{c['token']!r} in {c['conversations']} conversations (first: {c['first']})" for c in self.control
+        )

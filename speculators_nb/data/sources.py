@@ -49,10 +49,8 @@ class _Decoder(json.JSONDecoder):
         return value, end
 
 
-def as_row(
-    value,  # what a line of JSON, or an item of a list, holds
-) -> dict | BadRow:  # a conversation
-    "A conversation is an object, or the bare list of its messages."
+def as_row(value) -> dict | BadRow:
+    "A line of JSON, or an item of a list, as a conversation: an object, or the bare list of its messages."
     value = {"messages": value} if isinstance(value, list) else value
     if isinstance(value, (dict, BadRow)):
         return value
@@ -84,10 +82,9 @@ def _parse(text, decoder):
     return as_row(value)
 
 
-def read_lines(
-    file,  # open for reading bytes
-) -> Iterator[tuple[bytes, bool]]:  # (line with its end, whether it is whole)
-    "Lines of at most `LINE` bytes. The rest of a longer one is passed over, and not kept."
+def read_lines(file) -> Iterator[tuple[bytes, bool]]:
+    """Lines of at most `LINE` bytes, with their end, and whether each is whole: the rest of a longer one is passed
+    over, and not kept. The file is open for reading bytes."""
     while raw := file.readline(LINE + 1):
         whole = len(raw) <= LINE or raw.endswith(b"\n")
         yield raw, whole
@@ -290,10 +287,8 @@ def _rows_of(path):
             yield f"{path}, line {n}", _parse(text, decoder)
 
 
-def read_file(
-    path: Path,  # whose name ends in one of `SUFFIXES`
-) -> Iterator[tuple[str, dict | BadRow]]:  # (file and line, conversation)
-    "The conversations of one file. ValueError: the file is not what it claims to be."
+def read_file(path: Path) -> Iterator[tuple[str, dict | BadRow]]:
+    "(file and line, conversation) of each conversation in a file. ValueError: it is not what it claims to be."
     n, bad, first = 0, 0, None
     for where, row in _rows_of(path):
         # a file name may be any bytes
@@ -324,10 +319,9 @@ RECORDS = (
 HELD_OUT = "heldout.jsonl"  # in a prepared folder: what the held-out conversations ask
 
 
-def table_files(
-    folder: str | Path,  # a table that `Dataset.save_to_disk` wrote
-) -> list[str]:  # names of its files, as it lists them
-    "FileNotFoundError: there is no table; ValueError: it has no list of files."
+def table_files(folder: str | Path) -> list[str]:
+    """Names of the files of a table that `Dataset.save_to_disk` wrote, as it lists them. FileNotFoundError: there is no
+    table; ValueError: it has no list of files."""
     folder, state = Path(folder), Path(folder) / "state.json"
     if not state.is_file():
         raise FileNotFoundError(
@@ -341,11 +335,9 @@ def table_files(
         ) from None
 
 
-def load_table(
-    folder: str | Path,  # a table that `Dataset.save_to_disk` wrote
-) -> "Dataset":  # memory-mapped
-    """Open an Arrow table. FileNotFoundError: there is none, or a file of its list is missing;
-    ValueError: its list of files leads out of the folder, or a file is damaged."""
+def load_table(folder: str | Path) -> "Dataset":
+    """Open an Arrow table that `Dataset.save_to_disk` wrote, memory-mapped. FileNotFoundError: there is none, or a file
+    of its list is missing; ValueError: its list of files leads out of the folder, or a file is damaged."""
     folder, names = Path(folder), table_files(folder)
     from datasets import load_from_disk
 
@@ -382,10 +374,9 @@ ONLY = {"sharegpt4v_coco": lambda row: str(row.get("image")).startswith("coco/")
 _FILE_OF = re.compile(r"([\w.-]+/[\w.-]+):([^:]+)")
 
 
-def hub_name(
-    data: str | Path,  # a source
-) -> str | None:  # `hf:…`; None: it is elsewhere
-    "Where on the hub a source is: written so, by a word of `PRESETS`, or as org/name:file."
+def hub_name(data: str | Path) -> str | None:
+    """Where on the hub a source is (`hf:…`): written so, by a word of `PRESETS`, or as org/name:file. None: it is
+    elsewhere."""
     text = str(data)
     if text.startswith("hf:"):
         return text
@@ -400,10 +391,9 @@ def hub_name(
 _SPLIT = re.compile(r"(train|test|val|dev|eval)")
 
 
-def files_of(
-    data,  # a source, as `read_conversations` takes it
-) -> list[Path] | None:  # the files that it reads, in order; None: it is no file or folder
-    "Resolve a path. FileNotFoundError: there is nothing, or nothing readable."
+def files_of(data) -> list[Path] | None:
+    """The files that a source of `read_conversations` reads, in order; None: it is no file or folder.
+    FileNotFoundError: there is nothing, or nothing readable."""
     if not isinstance(data, (str, Path)) or hub_name(data):
         return None
     path = Path(data).expanduser()
@@ -472,10 +462,9 @@ def _hub(spec):
         ) from e
 
 
-def located(
-    data: str | Path | Iterable,  # as in `read_conversations`
-) -> Iterator[tuple[str, dict | BadRow]]:  # (where it is, conversation)
-    "The conversations of a source, and their places. A BadRow: one that cannot be read."
+def located(data: str | Path | Iterable) -> Iterator[tuple[str, dict | BadRow]]:
+    """(where it is, conversation) of a source, as in `read_conversations`. A BadRow: a conversation that cannot be
+    read."""
     if isinstance(data, (dict, bytes)) or not isinstance(data, (str, Path, Iterable)):
         raise ValueError(
             f"data={brief(data)} is a {type(data).__name__}; expected a file, "
@@ -525,11 +514,9 @@ def _lines_or_rows(path):
         return sum(bool(line.strip()) for line, whole in read_lines(file))
 
 
-def conversation_count(
-    data: str | Path | Iterable,  # as in `read_conversations`
-    limit: int | None = None,  # no more than so many are read
-) -> int | None:  # None: it is not known before all are read
-    "How many conversations a source holds, bad ones included."
+def conversation_count(data: str | Path | Iterable, limit: int | None = None) -> int | None:
+    """How many conversations a source of `read_conversations` holds, bad ones included, `limit` at most. None: it is
+    not known before all are read."""
     try:
         if not isinstance(data, (str, Path)):
             named = isinstance(data, list) and any(isinstance(r, (str, Path)) for r in data)
@@ -548,11 +535,9 @@ def conversation_count(
     return sum(known) if limit is None else min(sum(known), limit)
 
 
-def content_hash(
-    row: dict | list,  # a conversation, in any spelling, or a row with input_ids
-) -> str:  # 32 hex digits
-    """A hash of the content: roles, contents, tools and their calls, reasoning, images; or the
-    token ids and the mask. Ids and metadata do not count."""
+def content_hash(row: dict | list) -> str:
+    """32 hex digits of a conversation in any spelling: of its roles, contents, tools and their calls, reasoning,
+    images; or of the token ids and the mask. Ids and metadata do not count."""
     row = row if isinstance(row, dict) else {"messages": row}
     if row.get("input_ids") is not None:
         columns = (row["input_ids"], row.get("loss_mask"))
@@ -595,10 +580,8 @@ def _raw(value):
     return hashlib.sha256(data).hexdigest()
 
 
-def identity(
-    row: dict,  # a conversation
-) -> str:  # its id or uuid, else the hash of its content
-    "The name under which a job resumes a conversation."
+def identity(row: dict) -> str:
+    "The name under which a job resumes a conversation: its id or uuid, else the hash of its content."
     names = (row.get(k) for k in ("id", "uuid"))
     name = next((str(n) for n in names if n not in (None, "") and n == n), None)
     return name or content_hash(row)
@@ -613,10 +596,7 @@ class SeenHashes:
         self.table.execute("PRAGMA journal_mode = OFF")
         self.table.execute("CREATE TABLE seen (hash BLOB PRIMARY KEY) WITHOUT ROWID")
 
-    def add(
-        self,
-        key: bytes,  # a hash
-    ) -> bool:  # False: it was there
-        "Add a hash."
+    def add(self, key: bytes) -> bool:
+        "Add a hash; whether it is new."
         added = self.table.execute("INSERT OR IGNORE INTO seen VALUES (?)", (key,))
         return added.rowcount == 1

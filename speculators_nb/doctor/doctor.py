@@ -26,7 +26,7 @@ from ..features.feature_folder import FeatureDataset
 from ..features.in_process import LiveFeatures
 from ..models.base import SpeculatorModel, stored_state
 from ..regenerate.in_process import eos_ids_of
-from ..report.page import Section, write_page
+from ..report.page import Section, page_html, write_page
 from ..train.run_record import read_record
 from ..train.train_drafter import training_split
 from ..verifier.folders import DIAGNOSIS, named_by, refuse_overwriting
@@ -374,7 +374,8 @@ class Diagnosis:
         if self.figures:
             parts.append(Section("Pictures", figures=self.figures))
         warned = [self.verdict] if self.first else []
-        return write_page(folder / "index.html", "What the doctor found", parts, self.facts, warned)
+        page = page_html("What the doctor found", parts, self.facts, warned)
+        return write_page(folder / "index.html", page)
 
     def _repr_html_(self):
         return f"<p>{self.verdict}</p>" + self.table().to_html(index=False)

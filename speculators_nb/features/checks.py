@@ -38,11 +38,8 @@ def _same_weights(recorded, ours):
     return any(same) if same else None
 
 
-def record_problems(
-    data: FeatureRows,  # where the features come from
-    verifier: str | os.PathLike,  # folder or hub id
-) -> list[str]:  # what does not fit in the record; empty: all of it fits
-    "Compare what is recorded of the features with a verifier."
+def record_problems(data: FeatureRows, verifier: str | os.PathLike) -> list[str]:
+    "What is recorded of the features and does not fit a verifier (folder or hub id); empty: all of it fits."
     info = VerifierInfo.of(verifier)
     recorded = data.made_by
     layers = list(data.layer_ids or ())

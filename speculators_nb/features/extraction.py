@@ -30,14 +30,9 @@ from .feature_rows import FeatureError, decode_row, read_features
 
 
 class ReplyError(FeatureError):
-    "A reply, or a file that it named, that gives no hidden states."
+    "A reply, or a file that it named, that gives no hidden states. `final`: the same request would fail again."
 
-    def __init__(
-        self,
-        where,  # the server's address, or the file that it named
-        reason: str,  # what is wrong
-        final: bool = False,  # whether the same request would fail again
-    ):
+    def __init__(self, where, reason: str, final: bool = False):
         super(FeatureError, self).__init__(f"{where}: {reason}")
         self.path = where
         self.reason = reason
@@ -47,12 +42,9 @@ class ReplyError(FeatureError):
         return type(self), (self.path, self.reason, self.final)
 
 
-def file_of_reply(
-    storage,  # the folder that the user named
-    handle,  # the path in the reply
-    request: str,  # the name of the request, from `request_name`
-) -> Path:  # the file: directly in `storage`, *{request}*.safetensors
-    "The file that a reply names. ReplyError for every other place and name; nothing is opened."
+def file_of_reply(storage, handle, request: str) -> Path:
+    """The file that a reply names by `handle`: directly in the folder `storage`, *{request}*.safetensors. ReplyError
+    for every other place and name; nothing is opened."""
     root = os.path.realpath(storage)
     named = repr(handle)[:200]
     if not isinstance(handle, str) or not handle.isprintable() or len(handle) > 4096:
@@ -122,12 +114,10 @@ def _wait_for_lock(lock, deadline):
         os.close(fd)
 
 
-def collect(
-    path: Path,  # the file, from `file_of_reply`
-    token_ids,  # [seq] the tokens whose states are expected
-    timeout: float = 30.0,  # seconds to wait for the writer
-) -> torch.Tensor:  # hidden_states [seq, A+1, H]
-    "Wait for the writer, read, check. FeatureError: the file is missing, incomplete, or of other tokens."
+def collect(path: Path, token_ids, timeout: float = 30.0) -> torch.Tensor:
+    """Wait for the writer of a file of `file_of_reply`, for so many seconds; read it, and compare its tokens with
+    `token_ids` [seq]: hidden_states [seq, A+1, H]. FeatureError: the file is missing, incomplete, or of other
+    tokens."""
     deadline = time.monotonic() + timeout
     lock = Path(f"{path}.lock")
     if _is_file(lock) and _wait_for_lock(lock, deadline):
@@ -165,11 +155,9 @@ def _is_running(pid):
     return True
 
 
-def sweep(
-    storage,  # the shared folder
-    older_than: float = 3600.0,  # seconds; for files of other hosts
-) -> int:  # files deleted
-    "Delete what killed clients have left: requests of ended processes of this host, and old ones of others."
+def sweep(storage) -> int:
+    """Delete what killed clients have left in the shared folder: requests of ended processes of this host, and those of
+    others that are older than an hour. Returns how many files."""
     deleted = 0
     for path in Path(storage).glob("*hs-*"):
         name = _REQUEST_FILE.search(path.name)
@@ -178,7 +166,7 @@ def sweep(
         host, pid = name[1], int(name[2])
         with contextlib.suppress(OSError):  # deleted already, or not ours to delete
             status = path.lstat()
-            old = time.time() - status.st_mtime > older_than
+            old = time.time() - status.st_mtime > 3600
             abandoned = not _is_running(pid) if host == HOST else old
             if abandoned and stat.S_ISREG(status.st_mode):
                 path.unlink()
@@ -186,10 +174,9 @@ def sweep(
     return deleted
 
 
-def read_record(
-    file: Path,  # extraction.json of a server's folder
-) -> dict | None:  # model, layer_ids; None: there is no file
-    "What a server extracts, as `say_what_is_served` writes it. ValueError: it is not so."
+def read_record(file: Path) -> dict | None:
+    """What a server extracts (model, layer_ids), from extraction.json in its folder as `say_what_is_served` writes it;
+    None: there is no file. ValueError: it is not so."""
     if not file.is_file():
         return None
     record = read_object(file)
@@ -208,10 +195,7 @@ class FolderStates:
 
     pauses = (0.0, 0.0)  # seconds between attempts for a row
 
-    def __init__(
-        self,
-        storage,  # the server's shared_storage_path, as it is mounted here
-    ):
+    def __init__(self, storage):
         self.folder = Path(storage).resolve()
         if not self.folder.is_dir():
             raise FileNotFoundError(
@@ -220,24 +204,16 @@ class FolderStates:
         self.record = self.folder / "extraction.json"
         sweep(self.folder)
 
-    def served(
-        self,
-        ask=None,  # not needed: the server has written it
-    ) -> dict | None:  # model, layer_ids; None: the server's connector does not say
-        "What the server extracts. ValueError: as of `read_record`."
+    def served(self, ask=None) -> dict | None:
+        "What the server extracts, as it has written it: see `read_record`."
         return read_record(self.record)
 
     def note(self, params, request):
         "Not needed: `delete` finds the files by the request's name."
 
-    def collect(
-        self,
-        params: dict,  # kv_transfer_params of a reply
-        request: str,  # the request's name
-        token_ids: list[int],  # [seq] of the row
-        timeout: float,  # seconds to wait for the writer
-    ) -> torch.Tensor:  # [seq, A+1, H]
-        "States of a request. FeatureError: as of `file_of_reply` and `collect`."
+    def collect(self, params: dict, request: str, token_ids: list[int], timeout: float) -> torch.Tensor:
+        """States [seq, A+1, H] of a request, by kv_transfer_params of its reply. FeatureError: as of `file_of_reply`
+        and `collect`."""
         handle = params.get("hidden_states_path") or params.get("handle")
         if isinstance(handle, str) and "tensors" in params:
             reason = "the server keeps states in a Mooncake store, not in files: give storage= "
@@ -245,11 +221,8 @@ class FolderStates:
             raise ReplyError(shown(handle), reason, True)
         return collect(file_of_reply(self.folder, handle, request), token_ids, timeout)
 
-    def delete(
-        self,
-        request: str,  # the request's name
-    ) -> ReplyError | None:  # the error of a file that stays
-        "Delete the files of one request, and nothing else."
+    def delete(self, request: str) -> ReplyError | None:
+        "Delete the files of one request, and nothing else; the error of a file that stays."
         error = None
         for file in self.folder.glob(f"*{request}*"):
             try:
@@ -267,10 +240,8 @@ class FolderStates:
 BUFFER = 64 << 20  # bytes that Mooncake registers for a client; states go past it
 
 
-def local_host(
-    address: MooncakeAddress,  # of a master
-) -> str:  # of this machine, as the master sees it
-    "Under which address the store reaches this machine. EndpointError: no master answers."
+def local_host(address: MooncakeAddress) -> str:
+    "Under which address a Mooncake store reaches this machine. EndpointError: no master answers."
     try:
         with socket.create_connection((address.host, address.port), 10) as connection:
             return connection.getsockname()[0]
@@ -282,11 +253,9 @@ def local_host(
         ) from None
 
 
-def open_store(
-    address: MooncakeAddress,  # of the master
-) -> Any:  # an `hs_connectors.MooncakeTransfer` that is connected
-    """A client that gives the store no memory. Errors: ImportError without the packages;
-    EndpointError where no master answers."""
+def open_store(address: MooncakeAddress) -> Any:
+    """A connected `hs_connectors.MooncakeTransfer` that gives the store no memory. Errors: ImportError without the
+    packages; EndpointError where no master answers."""
     os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # Mooncake logs each step of each client
     try:
         import mooncake.store as _  # noqa: F401
@@ -311,11 +280,9 @@ def open_store(
 TENSORS = "hidden_states", "token_ids"
 
 
-def manifest_of(
-    params: dict,  # kv_transfer_params of a reply
-    request: str,  # the request's name
-) -> dict[str, Any]:  # handle, version, tensors, metadata
-    "The manifest in a reply. ReplyError: there is none, or it is another request's."
+def manifest_of(params: dict, request: str) -> dict[str, Any]:
+    """The manifest (handle, version, tensors, metadata) in kv_transfer_params of a reply. ReplyError: there is none, or
+    it is another request's."""
     handle, tensors = params.get("handle"), params.get("tensors")
     named = repr(handle or params.get("hidden_states_path"))[:200]
     if not isinstance(tensors, dict) or not all(isinstance(tensors.get(n), dict) for n in TENSORS):
@@ -372,10 +339,7 @@ class MooncakeStates:
     pauses = (4.0, 8.0)  # seconds between attempts for a row
     late = 10.0  # seconds to wait for an object that is only deleted
 
-    def __init__(
-        self,
-        address: MooncakeAddress,  # of its master
-    ):
+    def __init__(self, address: MooncakeAddress):
         self.where = f"mooncake://{address.host}:{address.port}"
         self.address = address
         # request -> key of each object -> its manifest; None: it was waited for
@@ -385,21 +349,14 @@ class MooncakeStates:
     def _open(self):
         return _connection(self.address, os.getpid()).open()
 
-    def note(
-        self,
-        params: Any,  # kv_transfer_params of a reply, perhaps none
-        request: str,  # the request's name
-    ) -> None:
+    def note(self, params: Any, request: str) -> None:
         "Remember the object of a reply, so that `delete` deletes it, read or not."
         with contextlib.suppress(ReplyError):
             manifest = manifest_of(params if isinstance(params, dict) else {}, request)
             self.objects.setdefault(request, {})[manifest["handle"]] = manifest
 
-    def delete(
-        self,
-        request: str,  # the request's name
-    ) -> ReplyError | None:  # the error of an object that stays
-        "Delete the objects of all replies to one request, and nothing else."
+    def delete(self, request: str) -> ReplyError | None:
+        "Delete the objects of all replies to one request, and nothing else; the error of an object that stays."
         error = None
         for key, unread in self.objects.pop(request, {}).items():
             try:
@@ -413,14 +370,9 @@ class MooncakeStates:
                 error = ReplyError(f"{self.where} {key}", reason)
         return error
 
-    def collect(
-        self,
-        params: dict,  # kv_transfer_params of a reply
-        request: str,  # the request's name
-        token_ids: list[int],  # [seq] of the row
-        timeout: float,  # seconds to wait for the server
-    ) -> torch.Tensor:  # [seq, A+1, H]
-        "States of a request. FeatureError: not there in time, torn, of other tokens."
+    def collect(self, params: dict, request: str, token_ids: list[int], timeout: float) -> torch.Tensor:
+        """States [seq, A+1, H] of a request, by kv_transfer_params of its reply. FeatureError: not there in time, torn,
+        of other tokens."""
         manifest = manifest_of(params, request)
         transfer, readers = self._open()
         self.objects.setdefault(request, {})[manifest["handle"]] = None
@@ -434,11 +386,9 @@ class MooncakeStates:
         except FeatureError as e:
             raise ReplyError(where, e.reason) from None
 
-    def served(
-        self,
-        ask: Callable[[str], dict],  # request of one token by its name -> kv_transfer_params
-    ) -> dict | None:  # model, layer_ids; None: the server's connector does not say
-        "What the server extracts. Errors: as of `collect`."
+    def served(self, ask: Callable[[str], dict]) -> dict | None:
+        """What the server extracts (model, layer_ids), by a request of one token of which `ask` gives
+        kv_transfer_params; None: its connector does not say. Errors: as of `collect`."""
         name = request_name()
         params = ask(name)
         try:
@@ -451,11 +401,9 @@ class MooncakeStates:
         return {"model": model, "layer_ids": ids} if is_known else None
 
 
-def states_in(
-    storage,  # a folder that server and client share, or mooncake://HOST:PORT
-) -> FolderStates | MooncakeStates:
-    """Where a server puts hidden states. Errors: FileNotFoundError for no folder; ValueError
-    for a broken address; ImportError, EndpointError: as of `open_store`."""
+def states_in(storage) -> FolderStates | MooncakeStates:
+    """Where a server puts hidden states: a folder that it shares, or mooncake://HOST:PORT. Errors: FileNotFoundError
+    for no folder; ValueError for a broken address; ImportError, EndpointError: as of `open_store`."""
     address = mooncake_address(storage)
     return MooncakeStates(address) if address else FolderStates(storage)
 
@@ -492,12 +440,9 @@ def extraction_options(
     return options, {"PYTHONPATH": os.pathsep.join(filter(None, python_path))}
 
 
-def writable_storage(
-    storage,  # as in `extraction_options`
-    starts: bool = True,  # now; a Mooncake master may come after the server's command
-) -> None:
-    """See, before a server starts, that it can write to its folder, which is made, or reach its
-    Mooncake master. DiskError, EndpointError."""
+def writable_storage(storage, starts: bool = True) -> None:
+    """See, before a server starts, that it can write to its folder, which is made, or reach its Mooncake master, unless
+    that may come later than the command (`starts=False`). DiskError, EndpointError."""
     address = mooncake_address(storage)
     if address is None:
         writable_folder(storage)
@@ -636,12 +581,9 @@ class HiddenStatesClient:
             raise self._final(f"the server sends {states.shape[1]} layers, expected {self.layer_ids}")
         return states
 
-    def attempt(
-        self,
-        ids: list[int],  # token ids
-        messages: list | None = None,  # as of `states`
-    ) -> torch.Tensor:  # [seq, A+1, H]
-        "States of one row, requested once; nothing of it stays in the storage. Errors: as of `states`."
+    def attempt(self, ids: list[int], messages: list | None = None) -> torch.Tensor:
+        """States [seq, A+1, H] of one row, requested once; nothing of it stays in the storage. Errors: as of
+        `states`."""
         name = request_name()
         try:
             states = self._request(name, ids, messages)
@@ -656,13 +598,9 @@ class HiddenStatesClient:
         finally:
             self.place.delete(name)
 
-    def states(
-        self,
-        token_ids,  # [seq]
-        messages: list | None = None,  # the conversation, where it has more than text
-    ) -> torch.Tensor:  # [seq, A+1, H]
-        """States of one row, which is deleted where it was. FeatureError: refused, or three
-        attempts failed; EndpointError: no answer."""
+    def states(self, token_ids, messages: list | None = None) -> torch.Tensor:
+        """States [seq, A+1, H] of one row, by its tokens [seq] or, where it has more than text, by the conversation;
+        they are deleted where they were. FeatureError: refused, or three attempts failed; EndpointError: no answer."""
         ids = [int(t) for t in token_ids]
         for seconds in self.place.pauses:
             try:
@@ -674,11 +612,9 @@ class HiddenStatesClient:
         return self.attempt(ids, messages)
 
 
-def storages_of(
-    storage: str | os.PathLike | Iterable,  # one place for all servers, or one for each
-    servers: int,  # how many there are
-) -> list:  # one folder for each server
-    "The shared folder of each server. ValueError: another number of folders than servers."
+def storages_of(storage: str | os.PathLike | Iterable, servers: int) -> list:
+    """The shared folder of each server, by one place for all of them or one for each. ValueError: another number of
+    folders than servers."""
     one = isinstance(storage, (str, os.PathLike))
     folders = [storage] if one else list(storage)
     if len(folders) == 1:
@@ -692,17 +628,18 @@ def storages_of(
 
 
 class HiddenStatesPool(ServerPool[HiddenStatesClient]):
-    "Hidden states of rows, from several servers of one verifier."
+    """Hidden states of rows, from several servers of one verifier; arguments as of `HiddenStatesClient`, `storage` as
+    in `storages_of`. NoServerLeft: none of them has answered for `patience` seconds."""
 
     def __init__(
         self,
-        urls: Iterable[str],  # addresses
-        storage: str | os.PathLike | Iterable,  # as in `storages_of`
-        layer_ids: list[int] | None = None,  # slots, last included; None: the server's
-        model: str | None = None,  # served name; None: the only one
-        timeout: float = 600.0,  # seconds that one answer may take
-        tries: int = 8,  # requests for one row
-        patience: float = 120.0,  # seconds to wait while no server answers
+        urls: Iterable[str],
+        storage: str | os.PathLike | Iterable,
+        layer_ids: list[int] | None = None,
+        model: str | None = None,
+        timeout: float = 600.0,
+        tries: int = 8,
+        patience: float = 120.0,
     ):
         addresses, self.tries = addresses_of(urls), tries
         folders = storages_of(storage, len(addresses))
@@ -732,12 +669,8 @@ class HiddenStatesPool(ServerPool[HiddenStatesClient]):
         "Name and fingerprint of the servers' model."
         return self.origin
 
-    def states(
-        self,
-        token_ids,  # [seq]
-        messages: list | None = None,  # the conversation, where it has more than text
-    ) -> torch.Tensor:  # [seq, A+1, H]
-        "States of one row. Errors: as of `HiddenStatesClient.states`; NoServerLeft."
+    def states(self, token_ids, messages: list | None = None) -> torch.Tensor:
+        "States [seq, A+1, H] of one row. Errors: as of `HiddenStatesClient.states`; NoServerLeft."
         ids = [int(t) for t in token_ids]
         return self.call(partial(self._states, ids=ids, messages=messages))
 
@@ -753,15 +686,16 @@ class HiddenStatesPool(ServerPool[HiddenStatesClient]):
 
 
 def open_states(
-    url: str | Iterable[str],  # one address, or several
-    storage: str | os.PathLike | Iterable,  # as in `storages_of`
-    layer_ids: list[int] | None = None,  # slots, last included; None: the server's
-    model: str | None = None,  # served name; None: the only one
-    timeout: float = 600.0,  # seconds that one answer may take
-    tries: int = 8,  # requests for one row
-    patience: float = 120.0,  # of several servers: seconds to wait while none answers
+    url: str | Iterable[str],
+    storage: str | os.PathLike | Iterable,
+    layer_ids: list[int] | None = None,
+    model: str | None = None,
+    timeout: float = 600.0,
+    tries: int = 8,
+    patience: float = 120.0,
 ) -> HiddenStatesClient | HiddenStatesPool:
-    "The client of one server, or of several. Errors: as of `HiddenStatesClient`."
+    """The client of one server, or of several. Arguments and errors: as of `HiddenStatesClient` and
+    `HiddenStatesPool`."""
     urls = addresses_of(url)
     if len(urls) > 1:
         return HiddenStatesPool(urls, storage, layer_ids, model, timeout, tries, patience)

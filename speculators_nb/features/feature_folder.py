@@ -20,30 +20,31 @@ from tqdm.auto import tqdm
 
 from ..core.files import DiskError, atomic_write, disk_errors, read_object
 from ..data.chat_encoding import save_prepared
-from ..data.prepared_folder import read_data_config
+from ..data.prepared_folder import config_of, read_data_config
 from ..data.sources import load_table
 from ..verifier.folders import layout_of, legacy_files, refuse_model
 from .feature_rows import (
+    FOLDER,
     FeatureError,
+    FeatureRow,
+    FeatureRows,
+    FeatureShards,
+    ShardWriter,
     feature_path,
     legacy_layer_ids,
     read_features,
     read_legacy,
     remove_half_files,
+    remove_unfinished,
     stored_dtype,
     write_features,
 )
-from .feature_rows import FeatureRow, FeatureRows
-from .feature_rows import FOLDER, FeatureShards, ShardWriter, remove_unfinished
 
 
 class RowTokens:
     "The token ids of each row of a table, read when they are asked for."
 
-    def __init__(
-        self,
-        dataset: Dataset,  # with input_ids
-    ):
+    def __init__(self, dataset: Dataset):
         self.table = dataset.select_columns(["input_ids"]).with_format("numpy")
 
     def __len__(self):
@@ -60,20 +61,15 @@ class RowTokens:
             yield from batch["input_ids"]
 
 
-def split_of(
-    dataset: Dataset,  # perhaps opened from a prepared folder
-) -> dict:  # {"split": {"train": n, "val": m}} where that folder has it, else {}
-    "Which rows were held out when the rows were prepared: the last m."
-    folders = {Path(f["filename"]).parent for f in dataset.cache_files}
-    configs = [config for config in map(read_data_config, folders) if config]
-    split = configs[0].get("split") if len(configs) == 1 else None
+def split_of(dataset: Dataset) -> dict:
+    """Which rows were held out when a table was prepared, the last m: {"split": {"train": n, "val": m}} where its
+    folder says so, else {}."""
+    split = config_of(dataset).get("split")
     return {"split": split} if split and sum(split.values()) == len(dataset) else {}
 
 
-def table_of(
-    rows: Dataset | str | os.PathLike,  # a prepared table, or its folder
-) -> Dataset:  # with a column seq_len
-    "Open a prepared table by path. FileNotFoundError: there is none."
+def table_of(rows: Dataset | str | os.PathLike) -> Dataset:
+    "A prepared table, or that of a folder, with a column seq_len. FileNotFoundError: there is none."
     if not isinstance(rows, Dataset):
         folders = [f for f in (Path(rows), Path(rows) / "rows") if (f / "state.json").is_file()]
         if not folders:
@@ -84,13 +80,10 @@ def table_of(
     return rows.add_column("seq_len", [len(ids) for ids in RowTokens(rows)])
 
 
-def origin(
-    model: dict,  # what is known of the verifier; "fingerprint" is compared
-    layer_ids: list[int],  # of the stored slots, the last one included
-    dataset: Dataset,  # rows with input_ids and seq_len
-    dtype: torch.dtype | str,  # of the stored states
-) -> dict:  # the content of data_config.json
-    "What a feature folder is made of."
+def origin(model: dict, layer_ids: list[int], dataset: Dataset, dtype: torch.dtype | str) -> dict:
+    """What a feature folder is made of, the content of data_config.json: what is known of the verifier, of which
+    "fingerprint" is compared, the layers of the stored slots, the last one included, rows with input_ids and seq_len,
+    dtype of the states."""
     rows = hashlib.sha256()
     for ids in RowTokens(dataset):
         rows.update(len(ids).to_bytes(4, "little") + ids.astype(np.int64).tobytes())
@@ -126,11 +119,9 @@ ORIGIN = [  # part and field that must not change
 ]
 
 
-def check_origin(
-    path: str | os.PathLike,  # data_config.json of the folder
-    config: dict,  # from `origin`, for the call at hand
-) -> None:
-    "ValueError if the folder was made by another verifier, of other layers or rows, or in another dtype."
+def check_origin(path: str | os.PathLike, config: dict) -> None:
+    """ValueError if the folder of this data_config.json was made by another verifier, of other layers or rows, or in
+    another dtype than `config` of `origin` says."""
     folder = Path(path).parent
     recorded = read_data_config(folder)
     changed = []
@@ -164,9 +155,7 @@ def _set_up(folder, dataset, config):
 log = logging.getLogger(__name__)
 
 
-def row_files(
-    folder: str | os.PathLike,  # of features
-) -> set[int]:  # rows
+def row_files(folder: str | os.PathLike) -> set[int]:
     "The rows that have a file of their own, by one look at the folder; none is opened."
     names = [entry.name for entry in os.scandir(folder) if entry.name.startswith("hs_")]
     numbers = (name[3:-12] for name in names if name.endswith(".safetensors"))
@@ -221,13 +210,9 @@ class FeatureFolder:
         total = sum(self.lengths[i] for i in self.todo)
         return tqdm(total=total, desc="features", unit="tok", unit_scale=True, delay=1)
 
-    def write(
-        self,
-        i: int,  # row
-        states: torch.Tensor,  # [seq, A+1, H]
-    ) -> None:
-        """Write the features of row i; with shards they are there when their shard is closed.
-        DiskError: the disk is full, read-only or gone."""
+    def write(self, i: int, states: torch.Tensor) -> None:
+        """Write the features [seq, A+1, H] of row i; with shards they are there when their shard is closed. DiskError:
+        the disk is full, read-only or gone."""
         with disk_errors(self.path):
             if self.writer is not None:
                 self.writer.write(i, states, self.tokens[i])
@@ -246,12 +231,9 @@ class FeatureFolder:
         self.close()
 
 
-def disk_error(
-    folder: FeatureFolder,  # that was being filled
-    e: DiskError,  # what a write raised
-    hidden_size: int,  # H
-) -> DiskError:  # the same, with what is done and what is needed
-    "Add to an error of the disk how many rows are complete, and how many bytes all need."
+def disk_error(folder: FeatureFolder, e: DiskError, hidden_size: int) -> DiskError:
+    """Add to an error of the disk, while a folder was filled, how many rows are complete, and how many bytes all need,
+    of states [seq, A+1, hidden_size]."""
     stored = FeatureShards(folder.path, len(folder.lengths))
     files = row_files(folder.path)
     done = sum(i in stored or i in files for i in folder.wanted)

@@ -9,8 +9,8 @@ import secrets
 import threading
 import time
 import zlib
-from collections import OrderedDict
 from collections.abc import Collection, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +26,7 @@ class FeatureError(ValueError):
     "A feature file that must not be trained on: `path` and `reason`."
 
     def __init__(
-        self,
-        path: str | os.PathLike,  # the file
-        reason: str,  # what is wrong with it
-        remedy: str = "delete the file and extract the features again",
+        self, path: str | os.PathLike, reason: str, remedy: str = "delete the file and extract the features again"
     ):
         super().__init__(f"{path}: {reason}; {remedy}")
         self.path = Path(path)
@@ -40,11 +37,8 @@ class FeatureError(ValueError):
         return FeatureError, (self.path, self.reason, self.remedy)
 
 
-def feature_path(
-    data_dir: str | os.PathLike,  # folder of the features
-    i: int,  # row of the dataset
-) -> Path:  # hs_{i}.safetensors
-    "Where the features of row i are."
+def feature_path(data_dir: str | os.PathLike, i: int) -> Path:
+    "Where the features of row i are: hs_{i}.safetensors."
     return Path(data_dir) / f"hs_{i}.safetensors"
 
 
@@ -54,28 +48,21 @@ STATES = (torch.bfloat16, torch.float16, torch.float32)  # that a file can hold 
 SCALES = "hidden_states_scales", "hidden_states_scale"
 
 
-def to_fp8(
-    states: torch.Tensor,  # [seq, A+1, H] float
-) -> tuple[torch.Tensor, torch.Tensor]:  # codes [seq, A+1, H] e4m3, scales [seq, 1, 1] float32
-    "states ≈ codes · scales, with one scale for each token."
+def to_fp8(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """states [seq, A+1, H] ≈ codes · scales: codes [seq, A+1, H] e4m3, and one scale for each token, [seq, 1, 1]
+    float32."""
     wide = states.float()
     scales = (wide.abs().amax((1, 2), keepdim=True) / torch.finfo(FP8).max).clamp(min=1e-12)
     return (wide / scales).to(FP8), scales
 
 
-def from_fp8(
-    codes: torch.Tensor,  # [seq, A+1, H] e4m3
-    scales: torch.Tensor,  # broadcasts against it
-    dtype: torch.dtype = torch.bfloat16,  # of the result
-) -> torch.Tensor:  # [seq, A+1, H]
-    "Back to a dtype that one can calculate with; multiplied in float32, rounded once."
-    return (codes.float() * scales).to(dtype)
+def from_fp8(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    "codes [seq, A+1, H] e4m3 · scales, as bfloat16: multiplied in float32, rounded once."
+    return (codes.float() * scales).to(torch.bfloat16)
 
 
-def stored_dtype(
-    dtype: torch.dtype | str,  # e.g. torch.bfloat16, "float8_e4m3fn", "fp8"
-) -> torch.dtype:  # one that a feature file can have
-    "Resolve a dtype by name. ValueError: files are not written in it."
+def stored_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    "A dtype that a feature file can have, also by name (float8_e4m3fn, fp8). ValueError: files are not written in it."
     found = dtype
     if isinstance(dtype, str):
         found = FP8 if dtype == "fp8" else getattr(torch, dtype, None)
@@ -87,10 +74,9 @@ def stored_dtype(
 LARGEST = 1e18  # the final norm squares a state in float32, which ends at 3.4e38
 
 
-def checksum_of(
-    tensors: dict[str, torch.Tensor],  # what is stored of a row, on the CPU
-) -> str:  # 8 hex digits
-    "A checksum (CRC-32) over the bytes of all tensors, in the order of their names."
+def checksum_of(tensors: dict[str, torch.Tensor]) -> str:
+    """A checksum (CRC-32, 8 hex digits) over the bytes of the tensors that are stored of a row, on the CPU, in the
+    order of their names."""
     crc = 0
     for _, t in sorted(tensors.items()):
         data: Any = t.contiguous().reshape(-1).view(torch.uint8).numpy()
@@ -104,12 +90,10 @@ def _usable(x):
 
 
 def encode_row(
-    path: str | os.PathLike,  # where the row goes, for messages
-    states: torch.Tensor,  # [seq, A+1, H] float
-    token_ids,  # [seq]
-    dtype: torch.dtype | str = torch.bfloat16,  # as stored
-) -> dict[str, torch.Tensor]:  # token_ids, hidden_states, scales of fp8; on the CPU
-    "What is stored of a row. FeatureError: the states are not finite in `dtype`."
+    path: str | os.PathLike, states: torch.Tensor, token_ids, dtype: torch.dtype | str = torch.bfloat16
+) -> dict[str, torch.Tensor]:
+    """What is stored of a row, on the CPU: token_ids [seq], hidden_states [seq, A+1, H] in `dtype`, scales of fp8.
+    FeatureError, which names `path`: the states are not finite in `dtype`."""
     dtype = stored_dtype(dtype)
     tensors = {"token_ids": torch.as_tensor(token_ids, dtype=torch.long).cpu()}
     if dtype is FP8:
@@ -127,12 +111,10 @@ def encode_row(
 
 
 def write_features(
-    path: str | os.PathLike,  # hs_{i}.safetensors
-    states: torch.Tensor,  # [seq, A+1, H] float
-    token_ids,  # [seq]
-    dtype: torch.dtype | str = torch.bfloat16,  # of the file
+    path: str | os.PathLike, states: torch.Tensor, token_ids, dtype: torch.dtype | str = torch.bfloat16
 ) -> None:
-    "Write one feature file, whole or not at all. FeatureError: the states are not finite in `dtype`."
+    """Write hs_{i}.safetensors, whole or not at all: states [seq, A+1, H] float, in `dtype`, of token_ids [seq].
+    FeatureError: the states are not finite in `dtype`."""
     tensors = encode_row(path, states, token_ids, dtype)
     save_tensors(tensors, path, {"crc32": checksum_of(tensors)})
 
@@ -140,12 +122,9 @@ def write_features(
 _WRITING = re.compile(r"\.tmp\w{6}")  # as safetensors' own writer names a file until it is whole
 
 
-def remove_half_files(
-    folder: str | os.PathLike,  # of features
-    rows: Collection[int],  # that nobody is writing
-    alone: bool,  # nor any other row
-) -> None:
-    "Delete files of rows that killed processes have left half written."
+def remove_half_files(folder: str | os.PathLike, rows: Collection[int], alone: bool) -> None:
+    """Delete files that killed processes have left half written: of these rows, which nobody is writing, or of any
+    where nobody else writes."""
     for name in os.listdir(folder):
         row = re.fullmatch(r"\.hs_(\d+)\..*", name)
         if int(row[1]) in rows if row else alone and _WRITING.fullmatch(name):
@@ -208,12 +187,13 @@ def decode_row(
     return states
 
 
-def stored_row(
+def read_features(
     path: str | os.PathLike,  # hs_{i}.safetensors
-    states: bool = True,  # False: the states are left unread
-) -> tuple[dict[str, torch.Tensor], list[int], str | None]:  # tensors, shape, checksum
-    """A feature file as it is stored: its tensors, the shape of its states, its checksum.
-    FeatureError: missing, cut off, keys."""
+    token_ids=None,  # [seq] what the file must be about; None: not compared
+    load: bool = True,  # False: check keys, shape and tokens, leave the states unread
+) -> torch.Tensor | list[int]:  # states [seq, A+1, H], fp8 as bfloat16; load=False: shape
+    """Read one feature file and check all of it. FeatureError: missing, cut off, keys, tokens,
+    length, checksum, not finite."""
     if not Path(path).is_file():
         raise FeatureError(path, "missing")
     try:
@@ -223,33 +203,20 @@ def stored_row(
                 raise FeatureError(path, f"has no {' and no '.join(absent)}")
             checksum = (f.metadata() or {}).get("crc32")
             shape = f.get_slice("hidden_states").get_shape()
-            wanted = ("hidden_states", *SCALES) if states else ()
-            tensors = {k: f.get_tensor(k) for k in ("token_ids", *wanted) if k in keys}
+            wanted = ("token_ids", "hidden_states", *SCALES) if load else ("token_ids",)
+            tensors = {name: f.get_tensor(name) for name in wanted if name in keys}
     except FeatureError:
         raise
     except Exception as e:
         raise FeatureError(path, f"cut off or not a safetensors file ({e})") from e
-    return tensors, shape, checksum
-
-
-def read_features(
-    path: str | os.PathLike,  # hs_{i}.safetensors
-    token_ids=None,  # [seq] what the file must be about; None: not compared
-    load: bool = True,  # False: check keys, shape and tokens, leave the states unread
-) -> torch.Tensor | list[int]:  # states [seq, A+1, H], fp8 as bfloat16; load=False: shape
-    """Read one feature file and check all of it. FeatureError: missing, cut off, keys, tokens,
-    length, checksum, not finite."""
-    tensors, shape, checksum = stored_row(path, load)
     if load:
         return decode_row(path, tensors, token_ids, checksum)
     _check_tokens(path, shape, tensors["token_ids"], token_ids)
     return shape
 
 
-def read_legacy(
-    path: str | os.PathLike,  # data_{i}.pt of speculators 0.3 and 0.4
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # ids, mask [seq], states [seq, A+1, H]
-    "Read and check one old sample."
+def read_legacy(path: str | os.PathLike) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    "Read and check data_{i}.pt of speculators 0.3 and 0.4: ids, mask [seq], states [seq, A+1, H]."
     try:
         data = load_pickle(path)
     except FileNotFoundError:
@@ -272,10 +239,8 @@ def read_legacy(
     return ids.long(), mask.bool(), states
 
 
-def legacy_layer_ids(
-    config: dict,  # data_config.json, version "2.0"
-) -> list[int]:  # in today's numbering
-    "Layers were counted by their output: i there is i+1 here."
+def legacy_layer_ids(config: dict) -> list[int]:
+    'Layers of data_config.json, version "2.0", which counts them by their output: i there is i+1 here.'
     return [i + 1 for i in config["hidden_states"]["layer_ids"]]
 
 
@@ -305,12 +270,9 @@ def sample_of(
 log = logging.getLogger(__name__)
 
 
-def row_problem(
-    row: FeatureRow,  # as read
-    shape: Sequence[int] | None,  # slots, hidden size of the other rows; None: not known
-    vocab_size: int | None,  # of the verifier; None: token ids are not checked
-) -> str | None:  # None: it fits
-    "What does not fit in a row."
+def row_problem(row: FeatureRow, shape: Sequence[int] | None, vocab_size: int | None) -> str | None:
+    """What does not fit in a row: its lengths, slots and hidden size (`shape`, of the other rows), token ids of a
+    verifier with `vocab_size`; None, for these: not known."""
     input_ids, loss_mask, states = row
     if not len(input_ids) == len(loss_mask) == len(states):
         return f"the row has {len(input_ids)} tokens, a loss mask of {len(loss_mask)} and states of {len(states)}"
@@ -349,12 +311,9 @@ class FeatureRows(torch.utils.data.Dataset):
         if layers is not None:
             self.choose(layers)
 
-    def choose(
-        self,
-        layers: Sequence[int],  # verifier layers
-    ) -> None:
-        """From now on `hidden_states` holds these layers. ValueError: one is not stored, or the
-        stored layers are not known."""
+    def choose(self, layers: Sequence[int]) -> None:
+        """From now on `hidden_states` holds these layers of the verifier. ValueError: one is not stored, or the stored
+        layers are not known."""
         if self.layer_ids is None:
             raise ValueError(
                 f"{self.where}: nothing says which layers the features are of; pass "
@@ -375,26 +334,17 @@ class FeatureRows(torch.utils.data.Dataset):
     def __len__(self):
         return len(self.lengths)
 
-    def read(
-        self,
-        i: int,  # row
-    ) -> FeatureRow:
+    def read(self, i: int) -> FeatureRow:
         "To be defined by the source. FeatureError: this row is not available."
         raise NotImplementedError
 
-    def tokens(
-        self,
-        i: int,  # row
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # input_ids [n], loss_mask [n]
-        "The row without its states."
+    def tokens(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
+        "input_ids [n] and loss_mask [n] of row i, without its states."
         row = self.read(i)._asdict() if self.rows is None else self.rows[i]
         return row["input_ids"], row["loss_mask"]
 
-    def place(
-        self,
-        i: int,  # row
-    ) -> str:  # for messages
-        "Where row i is from."
+    def place(self, i: int) -> str:
+        "Where row i is from, for messages."
         return f"row {i} of {self.where}"
 
     def __getitem__(self, i: int) -> dict:
@@ -403,24 +353,16 @@ class FeatureRows(torch.utils.data.Dataset):
         except FeatureError as e:
             return self.skipped(i, e)
 
-    def sample(
-        self,
-        i: int,  # row
-        row: FeatureRow,  # its content
-    ) -> dict[str, torch.Tensor]:  # as from `sample_of`
-        """A sample, checked. FeatureError: another length, other slots or another hidden size
-        than the rows before, a token id outside the vocabulary."""
+    def sample(self, i: int, row: FeatureRow) -> dict[str, torch.Tensor]:
+        """A sample of row i, as from `sample_of`, checked. FeatureError: another length, other slots or another hidden
+        size than the rows before, a token id outside the vocabulary."""
         problem = row_problem(row, self.shape, self.vocab_size)
         if problem:
             raise FeatureError(self.place(i), problem)
         return sample_of(*row, self.columns)
 
-    def skipped(
-        self,
-        i: int,  # row
-        e: FeatureError,  # why it is not available
-    ) -> dict[str, torch.Tensor]:  # a sample of the row's length that trains nothing
-        "Raise or count, by `on_bad`."
+    def skipped(self, i: int, e: FeatureError) -> dict[str, torch.Tensor]:
+        "By `on_bad`, raise, or count row i and give a sample of its length that trains nothing."
         if self.on_bad == "raise" or self.shape is None:
             raise e
         if not self.bad[i]:
@@ -432,15 +374,12 @@ class FeatureRows(torch.utils.data.Dataset):
         return sample_of(ids, mask, states, self.columns)
 
 
-log = logging.getLogger(__name__)
 FOLDER = "shards"  # in a feature folder
 KIND = "speculators_nb feature shard 1"
 
 
-def index_checksum(
-    tensors: dict[str, Any],  # with rows, starts, checksums [n]
-) -> str:  # 8 hex digits
-    "Checksum of a shard's index."
+def index_checksum(tensors: dict[str, Any]) -> str:
+    "Checksum, 8 hex digits, of a shard's index: rows, starts, checksums."
     return checksum_of({name: tensors[name] for name in ("rows", "starts", "checksums")})
 
 
@@ -464,14 +403,10 @@ class ShardWriter:
         self.others: dict[str, list[torch.Tensor]] = {}  # of each row: token_ids, scales of fp8
         writable_folder(self.folder)
 
-    def write(
-        self,
-        i: int,  # row
-        states: torch.Tensor,  # [seq, A+1, H]
-        token_ids,  # [seq]
-    ) -> None:
-        """Add a row. FeatureError: not finite, or of another size than the shard's; DiskError: the disk is full,
-        read-only or gone, and the rows of the shard that was to be written are lost."""
+    def write(self, i: int, states: torch.Tensor, token_ids) -> None:
+        """Add row i: states [seq, A+1, H], token_ids [seq]. FeatureError: not finite, or of another size than the
+        shard's; DiskError: the disk is full, read-only or gone, and the rows of the shard that was to be written are
+        lost."""
         tensors = encode_row(f"row {i}", states, token_ids, self.dtype)
         states, checksum = tensors["hidden_states"], checksum_of(tensors)
         with self.lock:
@@ -515,15 +450,12 @@ class ShardWriter:
         self.close()
 
 
-def remove_unfinished(
-    folder: Path,  # of the shards
-    alone: bool,  # whether nobody else writes there
-    older_than: float = 86400.0,  # seconds; for files that another process may be writing
-) -> None:
-    "Delete the hidden files that killed processes have left."
+def remove_unfinished(folder: Path, alone: bool) -> None:
+    """Delete the hidden files that killed processes have left in a folder of shards: all of them if nobody else writes
+    there, or else those that are older than a day."""
     for path in folder.glob(".*"):
         with contextlib.suppress(OSError):
-            if alone or time.time() - path.stat().st_mtime > older_than:
+            if alone or time.time() - path.stat().st_mtime > 86400:
                 path.unlink()
 
 
@@ -545,9 +477,7 @@ class ForeignShard(FeatureError):
     "A file among the shards that is none, or of another table."
 
 
-def open_shard(
-    path: Path,  # a shard
-) -> Shard:
+def open_shard(path: Path) -> Shard:
     "Read the index of a shard. FeatureError: cut off or damaged; ForeignShard: another file."
     try:
         with safe_open(path, "pt") as f:
@@ -571,27 +501,16 @@ def open_shard(
 
 
 class FeatureShards:
-    "The shards of a feature folder, where each row is, and rows read from them. May be sent to other processes."
+    "The shards of a feature folder, where each of its n rows is, and rows read from them. May be sent to processes."
 
-    def __init__(
-        self,
-        data_dir: str | os.PathLike,  # feature folder
-        n: int,  # rows of its table
-    ):
+    def __init__(self, data_dir: str | os.PathLike, n: int):
         self.folder = Path(data_dir) / FOLDER
         self.shards: list[Shard] = []
         self.damaged: list[FeatureError] = []
         self.shard_of = np.full(n, -1, np.int32)  # [n] row -> shard; -1: in none
         self.place_of = np.zeros(n, np.int32)  # [n] row -> place in the shard
-        self.handles: OrderedDict[int, Any] = OrderedDict()
-        self.lock = threading.Lock()
-        self.seen: set[Path] = set()
-        self.refresh()
-
-    def refresh(self) -> None:
-        "Read the index of the shards that have come since the last time."
-        for path in sorted({*self.folder.glob("[!.]*.safetensors")} - self.seen):
-            self.seen.add(path)
+        self.handle = lru_cache(HANDLES)(_open)
+        for path in sorted(self.folder.glob("[!.]*.safetensors")):
             try:
                 self._take(open_shard(path))
             except ForeignShard as e:
@@ -612,65 +531,42 @@ class FeatureShards:
     def __contains__(self, i: int) -> bool:
         return bool(self.shard_of[i] >= 0)
 
-    def shard(
-        self,
-        i: int,  # row that is in one
-    ) -> Shard:
-        "The shard of a row."
+    def shard(self, i: int) -> Shard:
+        "The shard of a row that is in one."
         return self.shards[self.shard_of[i]]
 
-    def tokens_in(
-        self,
-        i: int,  # row
-    ) -> int:  # 0: it is in no shard
-        "Tokens that are stored of a row."
+    def tokens_in(self, i: int) -> int:
+        "Tokens that are stored of row i; 0: it is in no shard."
         if i not in self:
             return 0
         k, starts = self.place_of[i], self.shard(i).starts
         return int(starts[k + 1] - starts[k])
 
-    def read(
-        self,
-        i: int,  # row that is in a shard
-        token_ids=None,  # [seq] what it must be about; None: not compared
-    ) -> torch.Tensor:  # states [seq, A+1, H], fp8 as bfloat16
-        "Read a row and check all of it. FeatureError names the shard, the row and the reason."
-        tensors, checksum = self.stored(i)
-        path = self.shard(i).path
-        try:
-            return decode_row(path, tensors, token_ids, checksum)
-        except FeatureError as e:
-            remedy = "delete this file and extract the features again: only its rows are made"
-            raise FeatureError(path, f"row {i}: {e.reason}", remedy) from None
-
-    def stored(
-        self,
-        i: int,  # row that is in a shard
-    ) -> tuple[dict[str, torch.Tensor], str]:  # its tensors, its checksum
-        "A row as it is stored. FeatureError: its shard cannot be read."
+    def read(self, i: int, token_ids=None) -> torch.Tensor:
+        """States [seq, A+1, H] of a row, fp8 as bfloat16, all of it checked, also that it is about `token_ids` [seq].
+        FeatureError names the shard, the row and the reason."""
         shard, k = self.shard(i), self.place_of[i]
         start, end = int(shard.starts[k]), int(shard.starts[k + 1])
         names = ("hidden_states", "token_ids", *(SCALES[:1] if shard.scales else ()))
         try:
-            handle = self._handle(int(self.shard_of[i]))
+            handle = self.handle(shard.path)
             tensors = {name: handle.get_slice(name)[start:end] for name in names}
         except FileNotFoundError:
             raise FeatureError(shard.path, "missing", "extract the features again") from None
         except Exception as e:
             raise FeatureError(shard.path, f"row {i}: cannot be read ({e})") from e
-        return tensors, f"{int(shard.checksums[k]):08x}"
-
-    def _handle(self, number):
-        with self.lock:
-            if number not in self.handles:
-                self.handles[number] = safe_open(self.shards[number].path, "pt")
-            self.handles.move_to_end(number)
-            while len(self.handles) > HANDLES:
-                self.handles.popitem(last=False)
-            return self.handles[number]
+        try:
+            return decode_row(shard.path, tensors, token_ids, f"{int(shard.checksums[k]):08x}")
+        except FeatureError as e:
+            remedy = "delete this file and extract the features again: only its rows are made"
+            raise FeatureError(shard.path, f"row {i}: {e.reason}", remedy) from None
 
     def __getstate__(self):
-        return self.__dict__ | {"handles": OrderedDict(), "lock": None}
+        return {name: value for name, value in vars(self).items() if name != "handle"}
 
     def __setstate__(self, state):
-        self.__dict__ = state | {"lock": threading.Lock()}
+        vars(self).update(state, handle=lru_cache(HANDLES)(_open))
+
+
+def _open(path) -> Any:
+    return safe_open(path, "pt")

@@ -37,11 +37,10 @@ def _inline(part):
     return part | {"image_url": {"url": f"data:image/{kind};base64,{data}"}}
 
 
-def more_than_text(
-    row: dict,  # of a prepared table
-) -> list | None:  # its messages with the pictures inside; None: it has no pictures
-    """Text is sent as token ids, which were cut to length; only a row with pictures is sent as
-    messages. The server may not be able to read a picture's file, so its bytes are sent."""
+def more_than_text(row: dict) -> list | None:
+    """The messages of a prepared row with the pictures inside; None: it has no pictures. Text is sent as token ids,
+    which were cut to length; only a row with pictures is sent as messages. The server may not be able to read a
+    picture's file, so its bytes are sent."""
     messages = row.get("messages")
     messages = json.loads(messages) if isinstance(messages, str) else messages
     parts = [m["content"] for m in messages or () if isinstance(m.get("content"), list)]

@@ -32,47 +32,20 @@ def _end(tasks, threads):
         tasks.put(None)
 
 
-class Requests:
-    "Samples of a dataset, read in threads."
-
-    def __init__(
-        self,
-        dataset: Any,  # samples by index; read by several threads
-        threads: int,  # samples that are read at once
-    ):
-        self.dataset = dataset
-        self.tasks: queue.SimpleQueue = queue.SimpleQueue()
-        for _ in range(threads):
-            threading.Thread(target=_work, args=[self.tasks], daemon=True).start()
-        weakref.finalize(self, _end, self.tasks, threads)
-
-    def begin(
-        self,
-        indices: Iterable[int],  # of a packed row
-    ) -> list[Future]:  # of its samples
-        "Request the samples of a row, after those that were requested before."
-        futures = []
-        for i in indices:
-            futures.append(Future())
-            self.tasks.put((futures[-1], self.dataset, i))
-        return futures
-
-
 class PrefetchedRows(torch.utils.data.Dataset):
-    "Samples of packed rows, requested before the loader asks for them."
+    """Samples of packed rows, requested before the loader asks for them: `ahead` rows, and samples in so many threads,
+    in flight."""
 
-    def __init__(
-        self,
-        dataset: Any,  # samples by index; read by several threads
-        ahead: int,  # packed rows in flight
-        threads: int,  # samples in flight
-    ):
+    def __init__(self, dataset: Any, ahead: int, threads: int):
         if ahead < 1 or threads < 1:
             raise ValueError(f"ahead={ahead}, threads={threads}: both must be 1 or more")
         self.dataset = dataset
         self.ahead = ahead
-        self.requests = Requests(dataset, threads)
-        self.sampler: Iterable[list[int]] = ()
+        self.tasks: queue.SimpleQueue = queue.SimpleQueue()
+        for _ in range(threads):
+            threading.Thread(target=_work, args=[self.tasks], daemon=True).start()
+        weakref.finalize(self, _end, self.tasks, threads)
+        self.sampler: Iterable[list[int]] = ()  # of the loader: yields the same rows each time it is read
         self.order = iter(self.sampler)  # rows that are not requested yet
         self.rows: deque[tuple[list[int], list[Future]]] = deque()  # that are
 
@@ -81,13 +54,6 @@ class PrefetchedRows(torch.utils.data.Dataset):
 
     def __getitem__(self, i: int) -> Any:
         return self.dataset[i]
-
-    def follow(
-        self,
-        sampler: Iterable[list[int]],  # the loader's: yields the same rows each time it is read
-    ) -> None:
-        "Learn the order of the rows."
-        self.sampler = sampler
 
     def __getitems__(self, indices: list[int]) -> list:
         if not self.rows or self.rows[0][0] != indices:
@@ -100,16 +66,23 @@ class PrefetchedRows(torch.utils.data.Dataset):
             self._cancel()
             raise
 
+    def _request(self, indices):
+        "Request the samples of a packed row, after those that were requested before."
+        futures = [Future() for _ in indices]
+        for future, i in zip(futures, indices):
+            self.tasks.put((future, self.dataset, i))
+        return futures
+
     def _begin(self, indices):
         "Read the order up to this row."
         self._cancel()
         rest = itertools.dropwhile(lambda row: list(row) != indices, self.sampler)
         self.order = itertools.islice(rest, 1, None)
-        self.rows.append((indices, self.requests.begin(indices)))
+        self.rows.append((indices, self._request(indices)))
 
     def _fill(self):
         for row in itertools.islice(self.order, self.ahead - len(self.rows)):
-            self.rows.append((list(row), self.requests.begin(row)))
+            self.rows.append((list(row), self._request(row)))
 
     def _cancel(self):
         for _, futures in self.rows:
@@ -118,37 +91,28 @@ class PrefetchedRows(torch.utils.data.Dataset):
         self.rows.clear()
 
 
-def source_of(
-    dataset: Any,  # perhaps a `Subset` of it
-) -> Any:
-    "The source of features that a dataset reads from."
+def source_of(dataset: Any) -> Any:
+    "The source of features that a dataset, perhaps a `Subset`, reads from."
     return source_of(dataset.dataset) if isinstance(dataset, Subset) else dataset
 
 
-def prefetched(
-    dataset: Any,  # samples by index
-) -> Any:
-    "The dataset, with rows requested ahead where its source computes them."
+def prefetched(dataset: Any) -> Any:
+    "A dataset of samples, with rows requested ahead where its source computes them."
     source = source_of(dataset)
     ahead = getattr(source, "ahead", 0)
     return PrefetchedRows(dataset, ahead, source.concurrency) if ahead else dataset
 
 
-def follow_order(
-    loader: DataLoader,  # perhaps of a `prefetched` dataset
-) -> DataLoader:
-    "The loader, whose dataset knows its order."
+def follow_order(loader: DataLoader) -> DataLoader:
+    "The loader; if its dataset is `prefetched`, it knows its order now."
     order: Any = loader.batch_sampler
     if isinstance(loader.dataset, PrefetchedRows):
-        loader.dataset.follow(order)
+        loader.dataset.sampler = order
     return loader
 
 
-def without_states(
-    dataset: Any,  # samples by index
-    i: int,  # sample
-) -> dict[str, torch.Tensor]:  # as from `sample_of`
-    "A sample; where its source would have to compute it, with states of no channels."
+def without_states(dataset: Any, i: int) -> dict[str, torch.Tensor]:
+    "Sample i, as from `sample_of`; where its source would have to compute it, with states of no channels."
     if isinstance(dataset, Subset):
         return without_states(dataset.dataset, dataset.indices[i])
     if not getattr(dataset, "ahead", 0):
@@ -156,11 +120,8 @@ def without_states(
     return tokens_of(dataset, i)
 
 
-def tokens_of(
-    dataset: Any,  # samples by index
-    i: int,  # sample
-) -> dict[str, torch.Tensor]:  # as from `sample_of`
-    "A sample with states of no channels, where its source has a table of tokens."
+def tokens_of(dataset: Any, i: int) -> dict[str, torch.Tensor]:
+    "Sample i, as from `sample_of`, with states of no channels where its source has a table of tokens."
     if isinstance(dataset, Subset):
         return tokens_of(dataset.dataset, dataset.indices[i])
     if getattr(dataset, "rows", None) is None:

@@ -80,13 +80,10 @@ def _results(ray, tasks) -> list:
             ray.cancel(task, force=True)  # nothing where it has ended
 
 
-def on_ray(
-    function: Callable,  # of a module of this library; takes rank and world_size
-    arguments: dict[str, Any],  # its other arguments
-    output: str,  # the argument that names what is made
-) -> list:  # what it returned for each share
-    """Make all shares of a command on a Ray cluster. Errors: ImportError without Ray; ConnectionError without the
-    cluster of RAY_ADDRESS; those of the function."""
+def on_ray(function: Callable, arguments: dict[str, Any], output: str) -> list:
+    """What a function of this library returns for each share, which are all made on a Ray cluster: it takes rank and
+    world_size, and `arguments`, of which `output` names what is made. Errors: ImportError without Ray; ConnectionError
+    without the cluster of RAY_ADDRESS; those of the function."""
     ray = _import_ray()
     folder = Path(arguments[output]).absolute()
     folder = writable_folder(folder.parent if folder.suffix else folder)

@@ -31,10 +31,9 @@ def _number(environ, name):
     return int(value)
 
 
-def ranks_of(
-    environ: Mapping[str, str] | None = None,  # None: of this process
-) -> Ranks:  # rank 0 of 1 where nothing is announced
-    "Rank, world size and local rank by the variables of torchrun or srun. ValueError: they contradict each other."
+def ranks_of(environ: Mapping[str, str] | None = None) -> Ranks:
+    """Rank, world size and local rank by the variables of torchrun or srun, in the environment of this process; rank 0
+    of 1 where nothing is announced. ValueError: they contradict each other."""
     environ = os.environ if environ is None else environ
     for name, sizes, local in LAUNCHERS:
         size = next((s for s in sizes if s in environ), None)
@@ -56,19 +55,13 @@ def ranks_of(
     return Ranks()
 
 
-def is_first(
-    environ: Mapping[str, str] | None = None,  # None: of this process
-) -> bool:
+def is_first(environ: Mapping[str, str] | None = None) -> bool:
     "Whether this is rank 0, the one that prints the result of a job."
     return ranks_of(environ).rank == 0
 
 
-def shard(
-    n: int,  # rows
-    rank: int = 0,  # of this process
-    world_size: int = 1,  # processes
-) -> range:  # its rows
-    "Every `world_size`-th row: the shares are disjoint, and differ by one row at most."
+def shard(n: int, rank: int = 0, world_size: int = 1) -> range:
+    "Every `world_size`-th of n rows, from `rank`: the shares are disjoint, and differ by one row at most."
     if not 0 <= rank < world_size:
         raise ValueError(f"rank={rank} of world_size={world_size}: ranks count from 0 to world_size - 1")
     return range(rank, n, world_size)

@@ -23,10 +23,9 @@ from ..core.options import shown
 log = logging.getLogger(__name__)
 
 
-def addresses_of(
-    server: str | Iterable[str] | None,  # one address, or several; None: no server
-) -> list[str]:  # each once, without a final slash or /v1
-    "The addresses that an option names. ValueError: one is named twice, or none is."
+def addresses_of(server: str | Iterable[str] | None) -> list[str]:
+    """The addresses that an option names, each without a final slash or /v1; None: no server. ValueError: one is named
+    twice, or none is."""
     if server is None:
         return []
     given = [server] if isinstance(server, str) else list(server)
@@ -38,18 +37,14 @@ def addresses_of(
     return found
 
 
-def one_or_several(
-    server: str | Iterable[str] | None,  # as in `addresses_of`
-) -> str | list[str] | None:  # one address as text
-    "What an option names, as records hold it."
+def one_or_several(server: str | Iterable[str] | None) -> str | list[str] | None:
+    "What an option names, as records hold it: one address as text."
     found = addresses_of(server)
     return found[0] if len(found) == 1 else found or None
 
 
-def is_servers_fault(
-    error: Exception,  # that a request raised
-) -> bool:  # whether another server may answer the same request
-    "Whether a failure speaks against the server, not against the request."
+def is_servers_fault(error: Exception) -> bool:
+    "Whether a failure speaks against the server, not against the request, which another server may answer."
     if not isinstance(error, EndpointError):
         return False
     status = error.status
@@ -77,10 +72,7 @@ class Member(Generic[Client]):
     due: float = 0.0  # when it is probed again, by time.monotonic
     probing: bool = False  # a probe is in flight
 
-    def leave_out(
-        self,
-        error: Exception,  # its failure
-    ) -> None:
+    def leave_out(self, error: Exception) -> None:
         "Leave it out for a pause that grows with its failures in a row."
         if self.client is not None:
             log.warning("%s is left out for a while: %s", self.url, error)
@@ -93,13 +85,12 @@ PROBE = 10.0  # seconds that a probe may take
 
 
 class ServerPool(Generic[Client]):
-    "Servers of one model. Shared by threads; a copy in another process has counts of its own."
+    """Servers of one model: address -> what opens and checks that server; `identity` gives what all must have in
+    common, e.g. the model's name. While none answers, `patience` seconds are waited. Shared by threads; a copy in
+    another process has counts of its own."""
 
     def __init__(
-        self,
-        connect: Mapping[str, Callable[[], Client]],  # address -> opens and checks that server
-        identity: Callable[[Client], Any],  # what all must have in common, e.g. the model's name
-        patience: float = 120.0,  # seconds to wait while no server answers
+        self, connect: Mapping[str, Callable[[], Client]], identity: Callable[[Client], Any], patience: float = 120.0
     ):
         self.members = [Member(url, opens) for url, opens in connect.items()]
         self.identity = identity
@@ -194,19 +185,13 @@ class ServerPool(Generic[Client]):
 
     tries = 8  # requests for one answer, if there are fewer servers
 
-    def at_fault(
-        self,
-        error: Exception,  # that a request raised
-    ) -> bool:  # whether another server may answer
+    def at_fault(self, error: Exception) -> bool:
         "As in `is_servers_fault`; a pool of other clients may know more."
         return is_servers_fault(error)
 
-    def call(
-        self,
-        request: Callable[[Client], Any],  # sends it with the client of a server
-    ) -> Any:  # what it returned
-        """Send a request to the least busy server, elsewhere when that one fails. NoServerLeft;
-        the last failure of a request that fails everywhere."""
+    def call(self, request: Callable[[Client], Any]) -> Any:
+        """Send a request to the least busy server, by its client, elsewhere when that one fails. NoServerLeft; the last
+        failure of a request that fails everywhere."""
         failed: list[Member] = []
         while True:
             member, client = self.take(failed)
@@ -234,12 +219,8 @@ class ServerPool(Generic[Client]):
                 return answer
 
 
-def open_endpoint(
-    url: str,  # of the server
-    model: str | None = None,  # that it must serve; None: any
-    timeout: float = 600.0,  # seconds that an answer may take
-) -> Endpoint:  # that does not try again by itself
-    "Errors: EndpointError; ValueError for a server without this model."
+def open_endpoint(url: str, model: str | None = None, timeout: float = 600.0) -> Endpoint:
+    "A client that does not try again by itself. Errors: EndpointError; ValueError for a server without this model."
     endpoint = Endpoint(url, timeout=timeout, tries=1)
     names = endpoint.models()
     if model is not None and model not in names:
@@ -251,15 +232,16 @@ def open_endpoint(
 
 
 class EndpointPool(ServerPool[Endpoint]):
-    "Several OpenAI-compatible servers, as one."
+    """Several OpenAI-compatible servers, as one, which serve `model`, or else the same. An answer may take `timeout`
+    seconds; `check` raises ValueError for one of another form."""
 
     def __init__(
         self,
-        urls: Iterable[str],  # addresses
-        model: str | None = None,  # that all must serve; None: they must serve the same
-        timeout: float = 600.0,  # seconds that an answer may take
-        patience: float = 120.0,  # seconds to wait while no server answers
-        check: Callable[[dict], Any] | None = None,  # ValueError for an answer of another form
+        urls: Iterable[str],
+        model: str | None = None,
+        timeout: float = 600.0,
+        patience: float = 120.0,
+        check: Callable[[dict], Any] | None = None,
     ):
         found = addresses_of(urls)
         self.url = ", ".join(found)
@@ -274,12 +256,8 @@ class EndpointPool(ServerPool[Endpoint]):
         "What all of them serve."
         return self.call(Endpoint.models)
 
-    def post(
-        self,
-        path: str,  # e.g. /v1/completions
-        body: dict,  # becomes JSON
-    ) -> dict:  # the answer
-        "Request work of the least busy server. Errors: as of `call`."
+    def post(self, path: str, body: dict) -> dict:
+        "Request work of the least busy server, e.g. of /v1/completions. Errors: as of `call`."
         return self.call(partial(self._post, path=path, body=body))
 
     def _post(self, endpoint, path, body):

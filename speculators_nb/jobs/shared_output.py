@@ -13,10 +13,9 @@ from .ranks import is_first
 
 
 @contextlib.contextmanager
-def one_writer(
-    folder: str | os.PathLike | None,  # an output; None: there is none
-) -> Iterator[None]:
-    "Keep other processes from writing a folder meanwhile; for a launch of several ranks its first one does."
+def one_writer(folder: str | os.PathLike | None) -> Iterator[None]:
+    """Keep other processes from writing an output folder, if there is one, meanwhile; for a launch of several ranks its
+    first one does."""
     if folder is None or not is_first():
         yield
         return
@@ -25,14 +24,10 @@ def one_writer(
 
 
 @contextlib.contextmanager
-def share_writer(
-    output: str | os.PathLike,  # for messages
-    lock: Path,  # hidden file in the output, or beside it; its name gets a suffix
-    rank: int = 0,  # which share of the output
-    world_size: int = 1,  # shares
-) -> Iterator[None]:
-    """Keep other processes from making a share of an output meanwhile. BlockingIOError: one does already; DiskError.
-    The lock goes with its process, however that ends."""
+def share_writer(output: str | os.PathLike, lock: Path, rank: int = 0, world_size: int = 1) -> Iterator[None]:
+    """Keep other processes from making a share of an output meanwhile, by a hidden lock file in it or beside it, whose
+    name gets a suffix. BlockingIOError: one does already; DiskError. The lock goes with its process, however that
+    ends."""
     part = f"rank {rank} of {world_size} of it" if world_size > 1 else "it"
     file = lock.with_name(f"{lock.name}{f'.{rank}-of-{world_size}' if world_size > 1 else ''}.lock")
     is_new = not file.parent.exists()
@@ -56,10 +51,8 @@ def share_writer(
                 file.parent.rmdir()
 
 
-def is_held(
-    file: Path,  # the lock of a share
-) -> bool:
-    "Whether a process makes the share. A lock that a killed one has left is removed."
+def is_held(file: Path) -> bool:
+    "Whether a process makes the share with this lock. A lock that a killed one has left is removed."
     lock = FileLock(file)
     try:
         lock.acquire(timeout=0)
@@ -70,12 +63,9 @@ def is_held(
     return False
 
 
-def append_lines(
-    path: str | os.PathLike,  # made where it is missing
-    lines: bytes,  # whole ones
-) -> None:
-    """Add lines to a file, all or none of them; half a line that a killed process has left is cut off first. The caller
-    keeps others from appending meanwhile. OSError: the disk; what was there stays."""
+def append_lines(path: str | os.PathLike, lines: bytes) -> None:
+    """Add whole lines to a file, all or none of them; half a line that a killed process has left is cut off first. The
+    caller keeps others from appending meanwhile. OSError: the disk; what was there stays."""
     with open(path, "ab", buffering=0) as file:
         end = whole_end(path)
         file.truncate(end)
@@ -87,11 +77,8 @@ def append_lines(
             raise
 
 
-def whole_end(
-    path: str | os.PathLike,  # of lines
-    before: int | None = None,  # byte; None: the file's end
-) -> int:  # bytes; 0: there is no whole line
-    "Where the last whole line of a file, or of its beginning, ends."
+def whole_end(path: str | os.PathLike, before: int | None = None) -> int:
+    "Where the last whole line of a file, or of its first `before` bytes, ends; 0: there is no whole line."
     with open(path, "rb") as file:
         end = file.seek(0, os.SEEK_END) if before is None else before
         while end:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 
 from ..decode.generate import Generation, generate
 from ..models.base import SpeculatorModel
-from ..report.page import Section, write_page
+from ..report.page import Section, page_html, write_page
 from ..widgets.debugger import Debugger, debug
 from ..widgets.widget import embed
 from .experiment import heldout_setting
@@ -155,4 +155,4 @@ def write_runs_page(
     script = Path(__file__).with_name("runs.js").read_text(encoding="utf-8")
     html = f'<script type="application/json" id="curves">{data}</script><script>{script}</script>'
     sections[-1] = sections[-1]._replace(html=sections[-1].html + html)
-    return write_page(path or Path(folder) / "index.html", "Runs of an experiment", sections, facts)
+    return write_page(path or Path(folder) / "index.html", page_html("Runs of an experiment", sections, facts))

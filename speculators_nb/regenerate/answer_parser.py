@@ -122,12 +122,9 @@ class CallMarks(NamedTuple):
     kind: str  # of arguments: json, tags, gemma; of calls: json, python
     argument: re.Pattern | None = None  # one of the tags: key and value
 
-    def read(
-        self,
-        text: str,  # of an answer
-        tools: list[dict] | None,  # as from `tools_of`: types of arguments in tags
-    ) -> tuple[str, list[dict]]:  # what precedes the calls, and the calls
-        "UnreadableAnswer: a call is begun and not ended as the template does, or text follows."
+    def read(self, text: str, tools: list[dict] | None) -> tuple[str, list[dict]]:
+        """What precedes the calls in an answer, and the calls; types of arguments in tags are those of `tools_of`.
+        UnreadableAnswer: a call is begun and not ended as the template does, or text follows."""
         match = self.pattern.search(text) if self.begin else self.pattern.fullmatch(text)
         before = text[: match.start()] if match else text
         if self.begin and self.begin in before:
@@ -149,11 +146,8 @@ class CallMarks(NamedTuple):
             raise UnreadableAnswer("text after a tool call")
         return before.rstrip(), calls
 
-    def reads(
-        self,
-        text: str,  # that a template wrote for a call of `_TOOL`
-    ) -> bool:
-        "Whether the call is read as it was given to the template."
+    def reads(self, text: str) -> bool:
+        "Whether the call of `_TOOL` that a template wrote is read as it was given to the template."
         try:
             _, calls = self.read(text, [_TOOL])
         except UnreadableAnswer:
@@ -185,10 +179,9 @@ def _json_at(text, inside):
     return None
 
 
-def call_marks(
-    text: str,  # that a template wrote for a call of `_TOOL` with `_ARGUMENTS`, without its end
-) -> CallMarks | None:  # None: it has no form that is known here
-    "How a template writes calls of tools."
+def call_marks(text: str) -> CallMarks | None:
+    """How a template writes calls of tools, by what it wrote for a call of `_TOOL` with `_ARGUMENTS`, without its end;
+    None: it has no form that is known here."""
     place = text.find(_NAME)
     begin = text[:place].strip()
     name = r"(?P<name>[^\s<>{}()\[\]|\"']+?)"
@@ -270,15 +263,11 @@ def _without_empty(text):
 
 
 class AnswerParser:
-    """Reads an answer's tokens as a message, by the tokenizer's `response_template` or else by
-    the marks that its chat template writes around reasoning, content and calls."""
+    """Reads an answer's tokens as a message, by the tokenizer's `response_template` or else by the marks that its chat
+    template, with these arguments, writes around reasoning, content and calls. `eos_ids` end an answer, besides the
+    tokenizer's."""
 
-    def __init__(
-        self,
-        tokenizer: Any,  # with a chat template
-        eos_ids: Iterable[int] = (),  # tokens that end an answer, besides the tokenizer's
-        **template_kwargs,  # of the chat template
-    ):
+    def __init__(self, tokenizer: Any, eos_ids: Iterable[int] = (), **template_kwargs):
         self.tokenizer = tokenizer
         self.eos_ids = {*eos_ids, tokenizer.eos_token_id} - {None}
         self.ends = [self._decode([i]) for i in sorted(self.eos_ids)]
@@ -289,13 +278,9 @@ class AnswerParser:
         if self.marks.channels or not self._template_reads():
             self.template = None
 
-    def __call__(
-        self,
-        ids: list[int],  # of an answer, with the token that ended it
-        prompt: list[int],  # that it answers
-        tools: list[dict] | None = None,  # as from `tools_of`
-    ) -> dict[str, Any]:  # role, content; reasoning_content and tool_calls where it has them
-        "An answer as a message. UnreadableAnswer: its marks are not those of the template."
+    def __call__(self, ids: list[int], prompt: list[int], tools: list[dict] | None = None) -> dict[str, Any]:
+        """An answer to a prompt, token ids with the one that ended it, as a message: role, content; reasoning_content
+        and tool_calls where it has them. UnreadableAnswer: its marks are not those of the template."""
         text = self._decode(ids[:-1] if ids and ids[-1] in self.eos_ids else ids)
         if self.template:
             message: dict[str, Any] = self._by_template(ids, prompt, tools)

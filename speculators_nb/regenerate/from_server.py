@@ -25,13 +25,10 @@ from .replay import Replay, check_sampling
 
 
 def retokenise(
-    replay: Replay,  # has the tools and the template's arguments
-    history: list[dict],  # the messages of the request
-    message: dict,  # the answer
-    finish: str,  # why it ended; "length": it was cut
-    tokenizer,  # the verifier's, with its chat template
-) -> tuple[list[int], list[int]]:  # token ids of the prompt, and of the answer
-    "The tokens that a text would have. ValueError: the template does not let an answer continue its prompt."
+    replay: Replay, history: list[dict], message: dict, finish: str, tokenizer
+) -> tuple[list[int], list[int]]:
+    """The tokens that prompt and answer would have, by the messages of the request, the answer, and why it ended.
+    ValueError: the template does not let an answer continue its prompt."""
 
     def text_of(messages):
         kwargs = dict(tools=replay.tools, **replay.template_kwargs)
@@ -139,11 +136,8 @@ class ServerReplay:
                 self._wants_ids = False  # a strict server refuses what it does not know
         return self.endpoint.post("/v1/chat/completions", body)
 
-    def __call__(
-        self,
-        replay: Replay,  # the conversation
-    ) -> Replay:  # the same, answered
-        "Replay a conversation. EndpointError or ValueError: it cannot be answered."
+    def __call__(self, replay: Replay) -> Replay:
+        "Replay a conversation, which is returned. EndpointError or ValueError: it cannot be answered."
         while history := replay.pending():
             try:
                 reply = self._request(replay, history)

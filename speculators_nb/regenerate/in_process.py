@@ -2,7 +2,6 @@
 Generation is batched, with per-answer seeds; runs can be resumed."""
 
 import json
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -86,10 +85,7 @@ class AnswerRequest:
 class AnswerBatch:
     "Requests that are answered together, and the KV cache of their texts."
 
-    def __init__(
-        self,
-        verifier: Verifier,  # generates the answers
-    ):
+    def __init__(self, verifier: Verifier):
         self.verifier = verifier
         self.cache: Any = None  # DynamicCache of the rows
         self.requests: list[AnswerRequest | None] = []  # of each row; None: it has finished
@@ -102,11 +98,9 @@ class AnswerBatch:
         "Rows that are being answered."
         return [row for row, request in enumerate(self.requests) if request]
 
-    def add(
-        self,
-        new: list[AnswerRequest],  # without tokens; beside a recurrent state none is running
-    ) -> Iterator[list[AnswerRequest]]:  # some of them, when these have their first token
-        "Read prompts into rows that have finished, and into new ones."
+    def add(self, new: list[AnswerRequest]) -> Iterator[list[AnswerRequest]]:
+        """Read prompts into rows that have finished, and into new ones; beside a recurrent state none is running. Gives
+        requests when these have their first token."""
         todo = sorted(new, key=lambda request: -len(request.prompt))
         if not self.running:
             self.cache = None
@@ -366,11 +360,9 @@ def _replayed(windows, answering, journal, batch_size, progress):
             yield replay
 
 
-def eos_ids_of(
-    verifier: Verifier,  # its generation config may name several
-    tokenizer,  # names one
-) -> set[int]:  # ids that end an answer
-    "Every id that ends an answer; ValueError if none is known."
+def eos_ids_of(verifier: Verifier, tokenizer) -> set[int]:
+    """Every id that ends an answer: the tokenizer names one, the verifier's generation config perhaps several.
+    ValueError: none is known."""
     ids = verifier.model.generation_config.eos_token_id
     ids = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None}
     if not ids:
@@ -384,11 +376,9 @@ MOST_ROWS = 96  # answers that are generated together by default
 
 
 @torch.no_grad()
-def rows_in_memory(
-    verifier: Verifier,  # generates the answers
-    tokens: int,  # of the longest text
-) -> int:  # 1 to `MOST_ROWS`
-    "How many texts half of the free memory can cache; one short text is read to see its size."
+def rows_in_memory(verifier: Verifier, tokens: int) -> int:
+    """How many texts of so many tokens half of the free memory can cache, 1 to `MOST_ROWS`; one short text is read to
+    see its size."""
     ids = torch.zeros(1, 8, dtype=torch.long, device=verifier.device)
     read: Any = verifier(ids, want_logits=False).past_key_values
     states = [getattr(layer, name, None) for layer in read.layers for name in ("keys", "values")]
@@ -398,36 +388,20 @@ def rows_in_memory(
     return max(1, min(MOST_ROWS, int(free / 2 / max(each, 1))))
 
 
-class AnswersBar:
+class AnswersBar(tqdm):
     "A progress bar of conversations and answered tokens, shown from the start."
 
-    def __init__(self, total: int | None, about: str = "regenerate", disable: bool = False):
-        self.bar = tqdm(total=total, desc=about, unit="conversation", disable=disable)
-        self.tokens, self.start = 0, time.monotonic()
-        self.shown = self.start
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._show(0)
-        self.bar.close()
+    tokens = 0
 
     def answered(self, tokens: int):
-        "Count tokens; at most once a second they are shown."
+        "Count tokens, and show them with their speed."
         self.tokens += tokens
-        self._show(1)
+        speed = self.tokens / max(self.format_dict["elapsed"], 1e-3)
+        self.set_postfix_str(f"{self.tokens:,} tokens, {speed:,.0f} tokens/s")
 
     def settled(self, conversations: int):
         "So many are settled in all."
-        self.bar.update(conversations - self.bar.n)
-
-    def _show(self, after):
-        now = time.monotonic()
-        if now - self.shown >= after:
-            self.shown = now
-            speed = self.tokens / max(now - self.start, 1e-3)
-            self.bar.set_postfix_str(f"{self.tokens:,} tokens, {speed:,.0f} tokens/s")
+        self.update(conversations - self.n)
 
 
 def regenerate(
@@ -478,7 +452,8 @@ def regenerate(
     total = conversation_count(conversations, limit)
     mine = None if total is None else len(shard(total, rank, world_size))
     journal = Journal(out_path, settings, rank, world_size)
-    with journal, AnswersBar(mine) as bar, computing(verifier, compute_dtype):
+    bar = AnswersBar(total=mine, desc="regenerate", unit="conversation")
+    with journal, bar, computing(verifier, compute_dtype):
         answering = _Answering(verifier, tokenizer, eos_ids, max_new_tokens, longest)
         todo = still_to_do(conversations, journal, sampling, seed, languages, limit=limit, control=control)
         for replay in _replayed(_windows(todo, 4 * rows), answering, journal, rows, bar.answered):

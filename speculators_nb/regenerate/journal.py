@@ -32,10 +32,9 @@ from .replay import Replay
 BEGIN = b'{"id": '  # of every line
 
 
-def complete_conversations(
-    path: str | Path,  # the JSONL of a run, finished or not
-) -> Iterator[tuple[list[dict], int, int]]:  # lines of a conversation, its first byte, where it ends
-    "Read a run's output. A conversation that a kill has left incomplete is left out. ValueError names a damaged line."
+def complete_conversations(path: str | Path) -> Iterator[tuple[list[dict], int, int]]:
+    """Read a run's JSONL, finished or not: lines of a conversation, its first byte, where it ends. One that a kill has
+    left incomplete is left out. ValueError names a damaged line."""
     lines, start, end = [], 0, 0
     with open(path, "rb") as file:
         for n, (raw, whole) in enumerate(read_lines(file), 1):
@@ -77,19 +76,15 @@ def _check_part(lines):
         raise ValueError(f"belongs to another conversation than part {k - 1}")
 
 
-def read_regenerated(
-    path: str | Path,  # the JSONL of a run, finished or not
-) -> Iterator[dict]:  # the lines of complete conversations
-    "Read a run's output. ValueError names a damaged line."
+def read_regenerated(path: str | Path) -> Iterator[dict]:
+    "The lines of complete conversations in a run's JSONL, finished or not. ValueError names a damaged line."
     for lines, _, _ in complete_conversations(path):
         yield from lines
 
 
-def put_in_order(
-    path: str | Path,  # JSONL of a run
-    order: Collection[str],  # identities of the input, in its order
-) -> None:
-    "Sort the conversations, each once. The file is replaced as a whole, or not at all."
+def put_in_order(path: str | Path, order: Collection[str]) -> None:
+    """Sort the conversations of a run's JSONL, each once, as the input has them, by identity. The file is replaced as a
+    whole, or not at all."""
     places = {}  # identity -> first byte, and where it ends
     for lines, start, end in complete_conversations(path):
         places.setdefault(lines[0]["primary_id"], (start, end))
@@ -253,15 +248,11 @@ def _error_line(about):
 
 
 class Journal:
-    "A context: the output of a run, and what runs before it have done. Other ranks may append to it meanwhile."
+    """A context: the output of a run, a JSONL that is continued if it exists, and what runs before it have done.
+    Settings go into every line, and must be what is in the file. Other ranks, of `world_size`, may append to it
+    meanwhile."""
 
-    def __init__(
-        self,
-        path: str | Path,  # JSONL; continued if it exists
-        settings: dict,  # goes into every line, and must be what is in the file
-        rank: int = 0,  # of this process
-        world_size: int = 1,  # processes that share the conversations
-    ):
+    def __init__(self, path: str | Path, settings: dict, rank: int = 0, world_size: int = 1):
         self.path, self.settings = Path(path), json.loads(json.dumps(settings))
         self.rank, self.world_size = rank, world_size
         share = f".{rank}-of-{world_size}" if world_size > 1 else ""
@@ -361,12 +352,9 @@ class Journal:
         with self._disk(), open(self.errors, "ab") as file:
             file.write(_error_line(about))
 
-    def is_new(
-        self,
-        replay: Replay,  # a conversation of the input
-        mine: bool = True,  # whether it is of this rank's share, and counted
-    ) -> bool:  # whether it is still to be done
-        "Note a conversation of the input. ValueError: its id belongs to another one."
+    def is_new(self, replay: Replay, mine: bool = True) -> bool:
+        """Whether a conversation of the input, which is noted, is still to be done; one of this rank's share is
+        counted. ValueError: its id belongs to another one."""
         key = replay.key
         known = self._seen if key in self._seen else self.done
         if known.get(key, replay.content) != replay.content:
@@ -375,41 +363,6 @@ class Journal:
             self.report["duplicates" if known is self._seen else "kept"] += 1
         self._seen[key] = replay.content
         return key not in known
-
-
-class _Reader:
-    "Makes a replay of each conversation that this rank is to answer, and counts the others of its share."
-
-    def __init__(self, journal, sampling, seed, languages=None, control=None):
-        self.journal, self.sampling, self.seed = journal, sampling, seed
-        self.wanted, self.control = wanted_languages(languages), control
-
-    def __call__(self, where, row, mine):
-        "None: it is done, left out, or another rank's."
-        journal = self.journal
-        try:
-            if isinstance(row, BadRow):
-                raise row
-            replay = Replay(row, self.sampling, self.seed, where)
-            _check_json(replay)
-            language, good = language_of_row(row, replay.original, self.wanted) if self.wanted else (None, True)
-            new = good and journal.is_new(replay, mine)
-        except Exception as e:
-            if mine:
-                name = row.get("id") if isinstance(row, dict) else None
-                journal.fail(where if name is None else str(name), e, where)
-            return None
-        if mine and not good:
-            journal.report["skipped"][language] += 1
-        if mine and new:
-            self._count_control(replay, where)
-            return replay
-        return None
-
-    def _count_control(self, replay, where):
-        spelled = self.control.spelled(replay.original, replay.tools) if self.control else {}
-        for token, i in spelled.items():
-            self.journal.report.add("control_tokens", token, f"{where}, message {i}")
 
 
 def _check_json(replay):
@@ -421,17 +374,35 @@ def _check_json(replay):
 
 
 def still_to_do(
-    conversations: str | Path | Iterable,  # as `sources.read_conversations` takes them
-    journal: Journal,  # is open; counts what is left out
-    sampling: dict,  # as from `replay.check_sampling`
-    seed: int,  # of everything random
-    languages=None,  # as in `language.wanted_languages`; None: all
-    limit: int | None = None,  # stop after so many conversations of the input
-    control: ControlTokens | None = None,  # the verifier's, to be looked for; None: not known
-) -> Iterator[Replay]:  # ready for its requests
-    """The conversations that are not done yet and that this process is to answer. One that
-    cannot be read or sent is noted and passed over."""
-    read = _Reader(journal, sampling, seed, languages, control)
+    conversations: str | Path | Iterable,
+    journal: Journal,
+    sampling: dict,
+    seed: int,
+    languages=None,
+    limit: int | None = None,
+    control: ControlTokens | None = None,
+) -> Iterator[Replay]:
+    """The conversations of `sources.read_conversations` that are not done yet and that this process is to answer, ready
+    for their requests, by the arguments of `regenerate`; `control` tokens of the verifier are looked for. One that
+    cannot be read or sent is noted in the open journal and passed over."""
+    wanted = wanted_languages(languages)
     for i, (where, row) in enumerate(islice(located(conversations), limit)):
-        if replay := read(where, row, mine=i % journal.world_size == journal.rank):
+        mine = i % journal.world_size == journal.rank
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            replay = Replay(row, sampling, seed, where)
+            _check_json(replay)
+            language, good = language_of_row(row, replay.original, wanted) if wanted else (None, True)
+            new = good and journal.is_new(replay, mine)
+        except Exception as e:
+            if mine:
+                name = row.get("id") if isinstance(row, dict) else None
+                journal.fail(where if name is None else str(name), e, where)
+            continue
+        if mine and not good:
+            journal.report["skipped"][language] += 1
+        if mine and new:
+            for token, n in (control.spelled(replay.original, replay.tools) if control else {}).items():
+                journal.report.add("control_tokens", token, f"{where}, message {n}")
             yield replay

@@ -7,77 +7,38 @@ from collections.abc import Iterable
 from functools import cache
 
 from py3langid.langid import MODEL_FILE, LanguageIdentifier
+from transformers.models.whisper.tokenization_whisper import LANGUAGES as NAME_OF
 
 NOT_PROSE = re.compile(r"```.*?(```|$)|https?://\S+|\d+", re.S)
 
 
 @cache
-def script_of(
-    letter: str,  # one character
-) -> str | None:  # e.g. "latin", "cyrillic", "cjk"; None: no letter
-    "A character's script, by its Unicode name."
+def script_of(letter: str) -> str | None:
+    'A character\'s script by its Unicode name, e.g. "latin", "cyrillic", "cjk"; None: no letter.'
     if not letter.isalpha():
         return None
     first_word = unicodedata.name(letter, "").partition(" ")[0]
     return first_word.partition("-")[0].lower()
 
 
-def scripts(
-    text: str,  # prose, perhaps with code in it
-) -> Counter[str]:  # script -> letters
-    "How many letters of each script."
+def scripts(text: str) -> Counter[str]:
+    "How many letters of each script prose has, perhaps with code in it."
     found = map(script_of, NOT_PROSE.sub(" ", text))
     return Counter(script for script in found if script)
 
 
-def main_script(
-    found: Counter[str],  # from `scripts`, not empty
-) -> str:  # e.g. "latin"; kana is "cjk"
-    "The script of most of a text. A Chinese character, kana or Hangul syllable counts as three letters."
+def main_script(found: Counter[str]) -> str:
+    """The script of most of a text, by `scripts`; kana is "cjk". A Chinese character, kana or Hangul syllable counts as
+    three letters."""
     cjk = found["cjk"] + found["hiragana"] + found["katakana"]
     weight = found | Counter(cjk=3 * cjk, hangul=3 * found["hangul"])
     return max(weight, key=weight.__getitem__)
 
 
-NAMES = {
-    "english": "en",
-    "german": "de",
-    "french": "fr",
-    "spanish": "es",
-    "italian": "it",
-    "portuguese": "pt",
-    "dutch": "nl",
-    "swedish": "sv",
-    "danish": "da",
-    "norwegian": "nb",
-    "finnish": "fi",
-    "polish": "pl",
-    "czech": "cs",
-    "romanian": "ro",
-    "hungarian": "hu",
-    "turkish": "tr",
-    "indonesian": "id",
-    "vietnamese": "vi",
-    "russian": "ru",
-    "ukrainian": "uk",
-    "belarusian": "be",
-    "serbian": "sr",
-    "greek": "el",
-    "arabic": "ar",
-    "persian": "fa",
-    "urdu": "ur",
-    "hebrew": "he",
-    "hindi": "hi",
-    "bengali": "bn",
-    "tamil": "ta",
-    "telugu": "te",
-    "thai": "th",
-    "japanese": "ja",
-    "chinese": "zh",
-    "korean": "ko",
-    "georgian": "ka",
-    "armenian": "hy",
-}
+_CODES = (
+    "en de fr es it pt nl sv da no fi pl cs ro hu tr id vi ru uk be sr el ar fa ur he hi bn ta te th ja zh ko ka hy"
+)
+NAMES = {NAME_OF[code]: code for code in _CODES.split()} | {"norwegian": "nb"}
 LANGUAGES = frozenset([*NAMES.values(), "und"])
 
 SURE = 0.58  # probability below which a text is "und"
@@ -91,10 +52,8 @@ def _identifier():
     return classifier
 
 
-def language_of(
-    text: str,  # what somebody wrote
-) -> str:  # a code of ISO 639-1, or "und"
-    "The language that most of a text is in."
+def language_of(text: str) -> str:
+    'The language that most of a text is in: a code of ISO 639-1, or "und".'
     prose = NOT_PROSE.sub(" ", text)
     if not any(map(str.isalpha, prose)):
         return "und"
@@ -108,18 +67,15 @@ SCRIPTS = frozenset(
 )
 
 
-def code_of(
-    name: str,  # "English", "EN", "en-US", "zh_Hant"
-) -> str:  # "en", "zh"; unknown names come back in lower case
-    "One spelling for a language."
+def code_of(name: str) -> str:
+    'One spelling for a language: "en" for "English", "EN", "en-US"; unknown names come back in lower case.'
     name = name.strip().lower()
     return NAMES.get(name) or re.split("[-_]", name)[0]
 
 
-def wanted_languages(
-    names: str | Iterable[str] | None,  # codes, names or scripts: "en,German,cjk"; None: all
-) -> frozenset[str] | None:  # codes and scripts
-    "Parse a list of languages. ValueError names what is not known."
+def wanted_languages(names: str | Iterable[str] | None) -> frozenset[str] | None:
+    """Codes and scripts of a list of codes, names or scripts, "en,German,cjk"; None: all. ValueError names what is not
+    known."""
     if not names:
         return None
     listed = names.split(",") if isinstance(names, str) else names
@@ -132,12 +88,9 @@ def wanted_languages(
     return wanted
 
 
-def language_of_row(
-    row,  # a conversation; its field "language" or "lang" counts, if it has one
-    messages: list[dict],  # the same, as from `messages.normalize`
-    wanted: frozenset[str] | None,  # as from `wanted_languages`
-) -> tuple[str | None, bool]:  # its language, whether it is wanted
-    "The language that a conversation states, or else that its users wrote in."
+def language_of_row(row, messages: list[dict], wanted: frozenset[str] | None) -> tuple[str | None, bool]:
+    """The language that a conversation states in "language" or "lang", or else that its users wrote in, by its messages
+    of `normalize`; and whether `wanted_languages` has it."""
     fields = row if isinstance(row, dict) else {}
     contents = (m["content"] for m in messages if m["role"] == "user")
     questions = "\n".join(c for c in contents if isinstance(c, str))

@@ -32,10 +32,8 @@ class Turn:
         return any(m["role"] == "user" for m in self.messages)
 
 
-def turns_to_ask(
-    messages: list[dict],  # as from `messages.normalize`
-) -> list[Turn]:  # one per answer to a user
-    "The turns that are replayed. ValueError if there is no user message."
+def turns_to_ask(messages: list[dict]) -> list[Turn]:
+    "The turns that are replayed, one per answer to a user, of messages of `normalize`. ValueError: no user message."
     turns = [Turn()]
     answered = False
     calls = []  # of the last answer, without a result so far
@@ -57,10 +55,8 @@ def turns_to_ask(
     return turns
 
 
-def questions_of(
-    messages: list[dict],  # as from `messages.normalize`
-) -> list[list[dict]]:  # per answer: the messages that ask for it
-    "The user's turns, without tools."
+def questions_of(messages: list[dict]) -> list[list[dict]]:
+    "The user's turns, without tools, of messages of `normalize`: for each answer the messages that ask for it."
     return [turn.messages for turn in turns_to_ask(messages)]
 
 
@@ -97,11 +93,9 @@ PARAMETERS = (
 )
 
 
-def check_sampling(
-    sampling: dict | None,  # parameter -> value, or pairs [value, weight]
-    known: tuple[str, ...] = PARAMETERS,  # names that are allowed
-) -> dict:  # the same
-    "ValueError names a parameter that is unknown, or a value that is out of range."
+def check_sampling(sampling: dict | None, known: tuple[str, ...] = PARAMETERS) -> dict:
+    """The parameters: name, one of `known`, -> value, or pairs [value, weight]. ValueError names one that is unknown,
+    or whose value is out of range."""
     for name, value in (sampling or {}).items():
         if name not in known:
             raise ValueError(f"sampling: {name!r} is not known here; known are {', '.join(known)}")
@@ -153,20 +147,14 @@ def _check(name, value):
         raise ValueError(f"top_p: {value} is out of range; 1 keeps every token")
 
 
-def seed_of(
-    *names,  # what it is for
-) -> int:  # 60 bits
-    "A seed that depends on nothing but names."
+def seed_of(*names) -> int:
+    "A seed of 60 bits that depends on nothing but names, of what it is for."
     return int(hashlib.sha256("/".join(map(str, names)).encode()).hexdigest()[:15], 16)
 
 
-def draw_sampling(
-    row,  # a conversation; its fields named as in `PARAMETERS` take precedence
-    key: str,  # its identity
-    sampling: dict,  # as from `check_sampling`
-    seed: int,  # of the draws
-) -> dict:  # parameter -> value
-    "The sampling parameters of one conversation."
+def draw_sampling(row, key: str, sampling: dict, seed: int) -> dict:
+    """The sampling parameters, name -> value, of one conversation with this identity: those of `check_sampling`, drawn
+    by the seed; its own fields of these names take precedence."""
     drawn = {}
     for name, value in sampling.items():
         if _is_distribution(value):
@@ -198,15 +186,10 @@ def _spelled(message):
 
 
 class Replay:
-    "One conversation while it is being regenerated."
+    """One conversation, of file and line `where`, while it is being regenerated: sampling is that of the call, as from
+    `check_sampling`, and everything random follows from the seed."""
 
-    def __init__(
-        self,
-        row: dict | list[dict],  # a conversation, as `messages.normalize` takes it
-        sampling: dict | None = None,  # of the call, as from `check_sampling`
-        seed: int = 0,  # of everything random
-        where: str = "",  # where it comes from: file and line
-    ):
+    def __init__(self, row: dict | list[dict], sampling: dict | None = None, seed: int = 0, where: str = ""):
         row = row if isinstance(row, dict) else {"messages": row}
         self.original = normalize(row)
         self.seed, self.where = seed, where
@@ -308,14 +291,9 @@ class Replay:
         "The messages to be answered next."
         return [*self.messages, *self._next] if self._next else None
 
-    def add_answer(
-        self,
-        prompt: list[int],  # token ids that the verifier read
-        ids: list[int],  # token ids of its answer
-        message: dict,  # the same, as a message
-        finish: str,  # finish reason: "stop", "tool_calls", "length", …
-    ) -> None:
-        "Take the answer into the conversation. ValueError: it is empty."
+    def add_answer(self, prompt: list[int], ids: list[int], message: dict, finish: str) -> None:
+        """Take an answer into the conversation: token ids of its prompt, its own, the message that they are, and why it
+        ended ("stop", "tool_calls", "length", …). ValueError: it is empty."""
         if not ids:
             raise ValueError(f"answer {len(self.finish)} has no tokens (finish reason {finish!r})")
         add_turn(self.rows, [*prompt, *ids], len(prompt))

@@ -21,7 +21,7 @@ from ..data.chat_encoding import token_frequencies
 from ..data.chat_template import tokenizer_errors
 from ..data.prepared_folder import COLOURS, Prepared, load_prepared
 from ..regenerate.language import language_of
-from .page import Section, write_page
+from .page import Section, page_html, write_page
 
 
 def rows_of(prepared: Prepared) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -65,13 +65,8 @@ class Repeats:
         self._seen = {name: set() for name in ("rows", "questions", "answers")}
         self._near = [{} for _ in range(_HASHES)]
 
-    def add(
-        self,
-        ids: np.ndarray,  # [n]
-        mask: np.ndarray,  # [n] bool
-        held_out: bool,  # a validation row, after all training rows
-    ) -> None:
-        "Count a row."
+    def add(self, ids: np.ndarray, mask: np.ndarray, held_out: bool) -> None:
+        "Count a row: ids and mask (bool) [n]. Those of validation come after all training rows."
         question = ids[: mask.argmax()] if mask.any() else ids
         parts = {"rows": ids, "questions": question, "answers": ids[mask]}
         before = {name: self._known(name, part) for name, part in parts.items()}
@@ -146,12 +141,9 @@ def cut_answers(prepared: Prepared) -> int:
     return sum(bool(mask[-1]) for (_, mask), at in zip(rows_of(prepared), full) if at)
 
 
-def data_warnings(
-    prepared: Prepared,  # an open folder
-    cut: int,  # rows, from `cut_answers`
-    repeats: Counter,  # from `Repeats`
-) -> list[str]:  # the worst first
-    "What should be mended before a drafter is trained on a folder."
+def data_warnings(prepared: Prepared, cut: int, repeats: Counter) -> list[str]:
+    """What should be mended before a drafter is trained on a folder, the worst first, by the rows that were cut
+    (`cut_answers`) and what `Repeats` has counted."""
     rows, val = max(len(prepared), 1), max(len(prepared.val), 1)
     trained = int(prepared.trained.sum())
     share = trained / max(int(prepared.lengths.sum()), 1)
@@ -277,13 +269,10 @@ def _facts(prepared):
 
 
 class DataReport:
-    "What is in a prepared folder: `facts`, `warnings`, `sections`, and all tables by name."
+    """What is in a prepared folder: `facts`, `warnings`, `sections`, and all tables by name. The verifier is for its
+    tokenizer; None: as recorded."""
 
-    def __init__(
-        self,
-        prepared: Prepared,  # an open folder
-        verifier: str | Path | None = None,  # for its tokenizer; None: as recorded
-    ):
+    def __init__(self, prepared: Prepared, verifier: str | Path | None = None):
         repeats, turns = Repeats(), []
         for i, (ids, mask) in enumerate(rows_of(prepared)):
             repeats.add(ids, mask, i >= len(prepared.train))
@@ -365,4 +354,4 @@ def report(
         with atomic_write(folder / f"{file}.csv") as temporary:
             table.to_csv(temporary)
     title = f"Training data: {prepared.name}"
-    return write_page(folder / "report.html", title, made.sections, made.facts, made.warnings)
+    return write_page(folder / "report.html", page_html(title, made.sections, made.facts, made.warnings))

@@ -116,17 +116,8 @@ def page_html(
     return f"{head}{_element('title', title)}<style>\n{STYLE}</style>{shown}</html>\n"
 
 
-def write_page(
-    path: str | PathLike,  # of the HTML file; is made, or replaced as a whole
-    title: str,  # of the page
-    sections: Iterable[Section],  # in the order of reading
-    facts: Mapping[str, object] = {},  # what the page is about: name -> value
-    warnings: Iterable[str] = (),  # what the reader must know first
-    lead: str = "",  # what the page is about, in a sentence or two
-    numbers: Iterable[Headline] = (),  # at most three or four
-) -> Path:  # the file
-    "Write a page of `page_html`. OSError: the file cannot be written, with its path."
-    page = page_html(title, sections, facts, warnings, lead, numbers)
+def write_page(path: str | PathLike, page: str) -> Path:
+    "Write a page of `page_html`, made or replaced as a whole. OSError: the file cannot be written, with its path."
     with atomic_write(path) as temporary:
         temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
     return Path(path)

@@ -16,7 +16,7 @@ from ..core.plot import new_axes, plot_loss
 from ..core.provenance import RECORDS, provenance_path, versions
 from ..data.prepared_folder import load_prepared
 from .data_report import left_out
-from .page import Section, write_page
+from .page import Section, page_html, write_page
 
 
 ACCURACY = re.compile(r"eval_(?:full_acc|acc|accept)_(\d+)$")
@@ -140,10 +140,9 @@ def _section_of(name, stage) -> Section | None:
     return None
 
 
-def write_run_report(
-    folder: str | PathLike,  # of a run: has its run.json; gets report.html
-) -> Path:  # the page
-    "Write the page of a run. OSError, ValueError: a file of a stage that cannot be read."
+def write_run_report(folder: str | PathLike) -> Path:
+    """Write report.html, the page of a run, into its folder, which has its run.json. OSError, ValueError: a file of a
+    stage that cannot be read."""
     folder = Path(folder)
     stages: dict[str, dict[str, Any]] = read_object(folder / "run.json")["stages"]
     found = {name: _section_of(name, stage) for name, stage in stages.items()}
@@ -160,4 +159,4 @@ def write_run_report(
     warnings = [f"{name}: {stages[name].get('skipped') or 'has not finished'}" for name in left]
     warnings += [f"{name}: has findings" for name in bad]
     known = {k: v for k, v in facts.items() if v is not None}
-    return write_page(folder / "report.html", "A run", sections, known, warnings)
+    return write_page(folder / "report.html", page_html("A run", sections, known, warnings))

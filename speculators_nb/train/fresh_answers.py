@@ -137,7 +137,8 @@ class FreshAnswers(TrainerCallback):
             max_new_tokens=max(len(answer) for row in rows for answer in parts_of(row)[1::2]),
             eos_token_ids=eos_ids_of(verifier, tokenizer),
         )
-        with AnswersBar(len(rows), f"answers for epoch {self.since + 1}", args.disable_tqdm) as bar:
+        desc = f"answers for epoch {self.since + 1}"
+        with AnswersBar(total=len(rows), desc=desc, unit="conversation", disable=args.disable_tqdm) as bar:
 
             def length(steps):  # is called before each draft, so that the bar moves during long answers
                 bar.answered(len(steps[-1].tokens) if steps else 1)

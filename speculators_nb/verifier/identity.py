@@ -29,10 +29,9 @@ HEAD_TOLERANCE = {torch.float32: 1e-3}  # of the largest logit
 HALF_TOLERANCE = 5e-2  # a half-precision verifier rounds hidden states and logits
 
 
-def head_of(
-    verifier: Verifier,  # loaded
-) -> TargetHead | None:  # with the verifier's norm and head; None: it has no output embedding
-    "The target head as training reads it, from a verifier in memory."
+def head_of(verifier: Verifier) -> TargetHead | None:
+    """The target head as training reads it, with the norm and head of a verifier in memory; None: it has no output
+    embedding."""
     output = verifier.model.get_output_embeddings()
     if output is None:
         return None
@@ -49,11 +48,9 @@ def head_of(
 
 
 @torch.no_grad()
-def check_verifier_head(
-    verifier: Verifier,  # loaded
-    input_ids: torch.Tensor,  # [n] token ids of any text; the first 64 are used
-) -> None:
-    "Compare the target head with the verifier's own logits. Errors: ValueError naming the family."
+def check_verifier_head(verifier: Verifier, input_ids: torch.Tensor) -> None:
+    """Compare the target head with the verifier's own logits, after the first 64 token ids [n] of any text. Errors:
+    ValueError naming the family."""
     ours = head_of(verifier)
     if ours is None:
         log.warning("%s has no output embedding: its target head is not checked", type(verifier.model).__name__)
@@ -67,10 +64,8 @@ def check_verifier_head(
     check_target_head(ours, verifier.model, out.last_hidden_states, out.logits, tolerance=tolerance)
 
 
-def meta_model(
-    config: PretrainedConfig,  # of a verifier
-) -> PreTrainedModel | None:  # without weights; None: transformers cannot build it
-    "The verifier's model with shapes alone."
+def meta_model(config: PretrainedConfig) -> PreTrainedModel | None:
+    "The verifier's model with shapes alone; None: transformers cannot build it."
     try:
         with torch.device("meta"):
             return auto_class(config).from_config(config)
@@ -80,11 +75,9 @@ def meta_model(
 
 
 @torch.no_grad()
-def check_final_norm(
-    config: PretrainedConfig,  # of a verifier
-) -> None:
-    """Compare `FinalNorm`, as this family is read, with transformers' module. Errors:
-    ValueError naming the family."""
+def check_final_norm(config: PretrainedConfig) -> None:
+    """Compare `FinalNorm`, as the family of a verifier is read, with transformers' module. Errors: ValueError naming
+    the family."""
     model = meta_model(config)
     if model is None:
         return
@@ -112,10 +105,8 @@ def check_final_norm(
         )
 
 
-def fingerprint(
-    model: torch.nn.Module,  # any model
-) -> str:  # 16 hex digits
-    "A hash over name, shape and the first 64 values of every parameter."
+def fingerprint(model: torch.nn.Module) -> str:
+    "A hash, 16 hex digits, over name, shape and the first 64 values of every parameter."
     h = hashlib.sha256()
     for name, p in model.named_parameters():
         values = p.detach().flatten()[:64].float().cpu().numpy().tobytes()
@@ -132,11 +123,8 @@ class VerifierInfo(os.PathLike):
     config: PretrainedConfig  # of the whole model, multimodal or not
 
     @classmethod
-    def of(
-        cls,
-        verifier: str | os.PathLike,  # folder, hub id, or a `VerifierInfo`: returned as it is
-    ) -> "VerifierInfo":
-        "Read a verifier's config. Errors: as from `verifier_config`."
+    def of(cls, verifier: str | os.PathLike) -> "VerifierInfo":
+        "Read a verifier's config; a `VerifierInfo` is returned as it is. Errors: as from `verifier_config`."
         if isinstance(verifier, VerifierInfo):
             return verifier
         return cls(os.fspath(verifier), verifier_config(verifier))
@@ -190,18 +178,15 @@ def _stored_fingerprint(info):
     return digest.hexdigest()[:16]
 
 
-def stored_fingerprint(
-    verifier: str | os.PathLike,  # folder or hub id
-) -> str | None:  # 16 hex digits, as `fingerprint`; None: its files name tensors otherwise
-    "The fingerprint of the model that a checkpoint would load as."
+def stored_fingerprint(verifier: str | os.PathLike) -> str | None:
+    """The fingerprint, as `fingerprint`, of the model that a checkpoint (folder or hub id) would load as; None: its
+    files name tensors otherwise."""
     return VerifierInfo.of(verifier).fingerprint
 
 
-def same_weights(
-    recorded: str | None,  # fingerprint of a verifier, as a run or features record it
-    verifier: str | os.PathLike,  # folder or hub id
-) -> bool | None:  # None: not recorded, or its files are not here
-    "Whether a verifier still is the one that was recorded, by either fingerprint."
+def same_weights(recorded: str | None, verifier: str | os.PathLike) -> bool | None:
+    """Whether a verifier (folder or hub id) still is the one whose fingerprint a run or features recorded, by either
+    fingerprint; None: not recorded, or its files are not here."""
     if recorded is None or not re.fullmatch("[0-9a-f]{16}", str(recorded)):
         return None
     info = VerifierInfo.of(verifier)
@@ -211,11 +196,9 @@ def same_weights(
     return recorded in now if any(now) else None
 
 
-def trained_for_another(
-    drafter: str | os.PathLike,  # folder; a hub id has no record
-    verifier: str | os.PathLike,  # folder or hub id of the model that it drafts for now
-) -> str | None:  # what is wrong, and the remedy; None: nothing, or it is not known
-    "Whether the record of a drafter's run names a verifier of other weights."
+def trained_for_another(drafter: str | os.PathLike, verifier: str | os.PathLike) -> str | None:
+    """What is wrong, and the remedy, where the record of a drafter's run names a verifier of other weights than the
+    model (folder or hub id) that it drafts for now; None: nothing, or it is not known, as of a hub id."""
     file = Path(drafter) / "run.json"
     recorded = read_object(file).get("verifier") if file.is_file() else None
     if same_weights(recorded, verifier) is not False:
@@ -233,10 +216,9 @@ def warn_of_other_weights(drafter: str | os.PathLike | None, verifier: str | os.
         log.warning("warning: %s", problem)
 
 
-def checkpoint_fingerprint(
-    folder: str | os.PathLike,  # a local model folder
-) -> str:  # 16 hex digits
-    "A hash over config.json and the name, shape and first values of every tensor in the files, for any checkpoint."
+def checkpoint_fingerprint(folder: str | os.PathLike) -> str:
+    """A hash, 16 hex digits, over config.json and the name, shape and first values of every tensor in the files of a
+    local model folder."""
     digest = hashlib.sha256((Path(folder) / "config.json").read_bytes())
     names_in = {}  # file -> its tensors
     for name, file in sorted(checkpoint_index(folder).items()):

@@ -5,9 +5,8 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from huggingface_hub import (
@@ -43,22 +42,13 @@ class NoRanges(Exception):
     "A storage that sends the whole file for a range of it."
 
 
-def range_request(
-    start: int,  # first byte
-    stop: int,  # behind the last one
-    headers: dict[str, str] | None,  # of the hub
-) -> dict[str, Any]:  # options of `http_backoff`
-    "A request for bytes [start, stop) of a file."
+def range_request(start: int, stop: int, headers: dict[str, str] | None) -> dict[str, Any]:
+    "Options of `http_backoff`, with the hub's headers, that request bytes [start, stop) of a file."
     wanted = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": "identity"}
     return dict(headers=(headers or {}) | wanted, timeout=constants.HF_HUB_DOWNLOAD_TIMEOUT)
 
 
-def read_range(
-    url: str,
-    start: int,  # first byte
-    stop: int,  # behind the last one
-    headers: dict[str, str] | None = None,  # of the request
-) -> bytes:
+def read_range(url: str, start: int, stop: int, headers: dict[str, str] | None = None) -> bytes:
     "Bytes [start, stop) of a file. Errors: ValueError for fewer or more."
     response = http_backoff("GET", url, **range_request(start, stop, headers))
     hf_raise_for_status(response)
@@ -68,11 +58,8 @@ def read_range(
     return response.content
 
 
-def header_length(
-    url: str,  # of a safetensors file
-    headers: dict[str, str] | None = None,  # of the request
-) -> int:  # bytes
-    "The first number of a safetensors file. Errors: NoRanges before the file is sent."
+def header_length(url: str, headers: dict[str, str] | None = None) -> int:
+    "The first number of a safetensors file: bytes of its header. Errors: NoRanges before the file is sent."
     with http_stream_backoff("GET", url, **range_request(0, 8, headers)) as response:
         hf_raise_for_status(response)
         if response.status_code != 206:
@@ -81,11 +68,9 @@ def header_length(
     return int.from_bytes(read_range(url, 0, 8, headers), "little")
 
 
-def remote_header(
-    url: str,  # of a safetensors file
-    headers: dict[str, str] | None = None,  # of the request
-) -> dict[str, Any]:  # "start": of the tensors' bytes; "tensors": name -> dtype, shape, offsets
-    "The header of a safetensors file. Errors: NoRanges; ValueError for another kind of file."
+def remote_header(url: str, headers: dict[str, str] | None = None) -> dict[str, Any]:
+    """The header of a safetensors file: "start" of the tensors' bytes; "tensors": name -> dtype, shape, offsets.
+    Errors: NoRanges; ValueError for another kind of file."""
     length = header_length(url, headers)
     if not 2 <= length <= LONGEST_HEADER:
         raise ValueError(f"{url}: not a safetensors file (a header of {length} bytes)")
@@ -102,13 +87,10 @@ def remote_header(
 
 
 def save_remote_tensor(
-    url: str,  # of a safetensors file
-    name: str,  # of a tensor in it
-    header: dict[str, Any],  # from `remote_header`
-    file: Path,  # to write: a safetensors file with this tensor alone
-    headers: dict[str, str] | None = None,  # of the request
+    url: str, name: str, header: dict[str, Any], file: Path, headers: dict[str, str] | None = None
 ) -> None:
-    "Copy one tensor to the disk, a piece at a time. Errors: ValueError."
+    """Copy one tensor of a safetensors file with this `remote_header` to a file of its own, a piece at a time. Errors:
+    ValueError."""
     entry = header["tensors"][name]
     first, last = entry["data_offsets"]
     own = json.dumps({name: entry | {"data_offsets": [0, last - first]}}).encode()
@@ -120,21 +102,23 @@ def save_remote_tensor(
             out.write(read_range(url, start, min(start + PIECE, end), headers))
 
 
-@dataclass(frozen=True)
-class HubShards:
-    "The safetensors files of a model on a hub, at one commit."
+class HubIndex(Mapping[str, Path]):
+    """The tensors of a model on a hub, at one commit: name -> file that holds it, which is fetched when it is looked
+    up. Errors: FileNotFoundError where there is no config."""
 
-    name: str  # hub id
-    folder: Path  # of the commit in the cache; its config.json is there
+    def __init__(self, name: str):
+        self.name, self.commit = name, model_file(name).parent.name  # the folder in the cache is named so
+        single = "model.safetensors"
+        if listing := self.listing():
+            self.shards = {tensor: file.name for tensor, file in read_index(listing).items()}
+        else:
+            self.shards = dict.fromkeys(self.names(single), single)
 
-    @classmethod
-    def of(cls, name: str) -> Self:
-        "Fetch the config. Errors: FileNotFoundError."
-        return cls(name, model_file(name).parent)
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shards)
 
-    @property
-    def commit(self) -> str:
-        return self.folder.name
+    def __len__(self) -> int:
+        return len(self.shards)
 
     def download(self, file: str) -> Path:
         "A whole file of this commit."
@@ -204,12 +188,9 @@ class HubShards:
             except NoRanges:
                 return tensor_names(self.download(shard))
 
-    def tensor_file(
-        self,
-        tensor: str,  # its name
-        shard: str,  # that holds it
-    ) -> Path:  # a safetensors file that holds it
-        "Fetch one tensor; the whole shard where the storage knows no ranges."
+    def __getitem__(self, tensor: str) -> Path:
+        "Fetch one tensor to a file of its own; its whole shard where the storage knows no ranges."
+        shard = self.shards[tensor]
         if file := self.whole(shard):
             return file
         kept = self.kept(f"{tensor}.safetensors")
@@ -228,34 +209,9 @@ class HubShards:
         return kept
 
 
-class HubIndex(Mapping[str, Path]):
-    "Tensor name -> file that holds it, which is fetched when it is looked up."
-
-    def __init__(
-        self,
-        name: str,  # hub id
-    ):
-        self.model = HubShards.of(name)
-        single = "model.safetensors"
-        if listing := self.model.listing():
-            self.shards = {tensor: file.name for tensor, file in read_index(listing).items()}
-        else:
-            self.shards = dict.fromkeys(self.model.names(single), single)
-
-    def __getitem__(self, tensor: str) -> Path:
-        return self.model.tensor_file(tensor, self.shards[tensor])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.shards)
-
-    def __len__(self) -> int:
-        return len(self.shards)
-
-
-def tensor_index(
-    name_or_path: str | os.PathLike,  # folder or hub id
-) -> Mapping[str, Path]:  # tensor name -> safetensors file that holds it
-    "List the tensors of a model. Errors: FileNotFoundError; ValueError for an index that leads out of its folder."
+def tensor_index(name_or_path: str | os.PathLike) -> Mapping[str, Path]:
+    """Name -> safetensors file of the tensors of a model (folder or hub id). Errors: FileNotFoundError; ValueError for
+    an index that leads out of its folder."""
     if Path(name_or_path).is_dir():
         return checkpoint_index(name_or_path)
     return HubIndex(str(name_or_path))

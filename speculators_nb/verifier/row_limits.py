@@ -24,10 +24,9 @@ LENGTH_FIELDS = (  # vLLM 0.32, transformers_utils/model_arch_config_convertor.p
 LENGTH_IS_FINAL = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
 
 
-def rope_of(
-    text: Mapping[str, Any],  # a text model's config
-) -> list[dict[str, Any]]:  # one, or one for each type of layers
-    "The RoPE parameters of a config, in any of the forms that configs have had."
+def rope_of(text: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The RoPE parameters of a text model's config, one or one for each type of layers, in any of the forms that
+    configs have had."""
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     if not isinstance(rope, dict):
         return []
@@ -35,10 +34,8 @@ def rope_of(
     return parts or [rope]
 
 
-def context_length(
-    text: Mapping[str, Any],  # a text model's config, as in its config.json
-) -> int | None:  # tokens; None: the config has no such field
-    "The longest text of a model."
+def context_length(text: Mapping[str, Any]) -> int | None:
+    "Tokens of the longest text of a model, by its text model's config; None: it has no such field."
     limits = [text[name] for name in LENGTH_FIELDS if text.get(name)]
     limit = text.get("model_max_length") or min(limits, default=None)
     if limit is None:
@@ -77,12 +74,8 @@ class Excess(NamedTuple):
             )
         return f"Serving never reads so far: prepare with max_length={self.tokens} (--max-length)"
 
-    def text(
-        self,
-        rows: str = "rows",  # what they are called
-        first: str = "",  # where the first is; "": by its number
-    ) -> str:
-        "A sentence that counts them and names the first."
+    def text(self, rows: str = "rows", first: str = "") -> str:
+        'A sentence that counts the rows, called so, and names where the first is; "": by its number.'
         verb = "is" if self.rows == 1 else "are"
         where = first or f"number {self.first}"
         return (
@@ -98,41 +91,27 @@ class RowLimits(NamedTuple):
     total_seq_len: int | None = None  # positions of a packed row; None: nothing is packed
 
     @classmethod
-    def of(
-        cls,
-        config: Any,  # the verifier's PretrainedConfig, multimodal or not
-        total_seq_len: int | None = None,  # positions of a packed row; None: nothing is packed
-    ) -> "RowLimits":
-        "The limits of a verifier's rows."
+    def of(cls, config: Any, total_seq_len: int | None = None) -> "RowLimits":
+        """The limits of a verifier's rows, by its config, multimodal or not, and the positions of a packed row; None:
+        nothing is packed."""
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
         return cls(context_length(vars(text)), total_seq_len)
 
-    def exceeded(
-        self,
-        n: int,  # tokens of a row
-    ) -> list[str]:  # names of limits; empty: it fits
-        "Which limits a row exceeds."
+    def exceeded(self, n: int) -> list[str]:
+        "Names of the limits that a row of n tokens exceeds."
         packed = min(n, self.total_seq_len or n)
         lost = ["total_seq_len"] if packed < n else []
         return [*lost, "context"] if self.context and packed > self.context else lost
 
-    def warn(
-        self,
-        log: logging.Logger,  # of the caller
-        where: str,  # what the rows are of
-        lengths: Iterable[int],  # tokens of each row
-    ) -> list[Excess]:  # as of `count`
-        "Log what `count` finds, a line a limit."
+    def warn(self, log: logging.Logger, where: str, lengths: Iterable[int]) -> list[Excess]:
+        "Log what `count` finds in the rows of `where`, a line a limit."
         found = self.count(lengths)
         for excess in found:
             log.warning("%s: %s. %s", where, excess.text(), excess.remedy)
         return found
 
-    def count(
-        self,
-        lengths: Iterable[int],  # tokens of each row
-    ) -> list[Excess]:  # of each limit that a row exceeds
-        "Count the rows that exceed a limit."
+    def count(self, lengths: Iterable[int]) -> list[Excess]:
+        "Count the rows, by their tokens, that exceed a limit: of each such limit."
         found: dict[str, Excess] = {}
         total = 0
         for i, n in enumerate(map(int, lengths)):

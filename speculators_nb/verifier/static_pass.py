@@ -15,26 +15,18 @@ from .tapped_model import Verifier, VerifierOutput
 
 
 class SlotLayer(StaticLayer):
-    "Keys and values of one layer, written to the slots that all layers have in common."
+    """Keys and values [B, heads, S, head_dim] of one layer; new ones are written to the slots `at` [B, W] int64, which
+    all layers have in common and which are set before each pass."""
 
-    def __init__(
-        self,
-        keys: Tensor,  # [B, heads, S, head_dim]
-        values: Tensor,  # [B, heads, S, head_dim]
-        at: Tensor | None = None,  # [B, W] int64 slots of the new tokens; set before each pass
-    ):
+    at: Tensor | None = None
+
+    def __init__(self, keys: Tensor, values: Tensor):
         super().__init__(max_cache_len=keys.shape[2])
         self.keys, self.values = self.buffers = keys, values
-        self.at, self.is_initialized = at, True
+        self.is_initialized = True
 
-    def update(
-        self,
-        key_states: Tensor,  # [B, heads, W, head_dim]
-        value_states: Tensor,  # [B, heads, W, head_dim]
-        *args,
-        **kwargs,
-    ) -> tuple[Tensor, Tensor]:  # [B, heads, S, head_dim]
-        "Write the new ones, and return all."
+    def update(self, key_states: Tensor, value_states: Tensor, *args, **kwargs) -> tuple[Tensor, Tensor]:
+        "Write new keys and values [B, heads, W, head_dim], and return all [B, heads, S, head_dim]."
         assert self.at is not None, "a pass has set the slots"
         for buffer, new in zip(self.buffers, (key_states, value_states)):
             index = self.at.to(buffer.device)[:, None, :, None].expand_as(new)
@@ -46,10 +38,9 @@ class SlotLayer(StaticLayer):
         return self.max_cache_len
 
 
-def states_of_layers(
-    cache: DynamicCache,  # of attention layers
-) -> list[Tensor]:  # keys, values of the first layer, of the second, …
-    "The tensors [B, heads, slots, head_dim] of a cache. Errors: ValueError for other layers."
+def states_of_layers(cache: DynamicCache) -> list[Tensor]:
+    """The tensors [B, heads, slots, head_dim] of a cache: keys, values of the first layer, of the second, … Errors:
+    ValueError for other than attention layers."""
     layers: Any = cache.layers
     for i, layer in enumerate(layers):
         if type(layer) is not DynamicLayer:
@@ -71,16 +62,10 @@ def addresses(verifier: Verifier) -> tuple[int, ...]:  # of its parameters
 
 
 class StaticBuffers:
-    """The KV cache of B requests in S slots each, and the forward passes that use it. The
-    tensors of one shape are in one stack."""
+    """The KV cache of B requests in S slots each, which begins with their prefill, and the forward passes that use it.
+    The tensors of one shape are in one stack. `owner`: the context that uses them; None: they are free."""
 
-    def __init__(
-        self,
-        verifier: Verifier,
-        read: DynamicCache,  # of B requests, after their prefill
-        slots: int,  # S
-        owner: object = None,  # the context that uses them; None: they are free
-    ):
+    def __init__(self, verifier: Verifier, read: DynamicCache, slots: int, owner: object = None):
         states = states_of_layers(read)
         self.requests, self.slots = len(states[0]), slots
         self.shapes = [_shape(x) for x in states]
@@ -103,19 +88,12 @@ class StaticBuffers:
             self.cache.position_shift = shift
         self.fill(read, owner)
 
-    def free_for(
-        self,
-        owner: object,  # a context
-    ) -> bool:
+    def free_for(self, owner: object) -> bool:
         "Whether no other context uses them. One that no longer exists uses nothing."
         return self.owner is None or self.owner() in (None, owner)
 
-    def move(
-        self,
-        sources: Tensor,  # [B, T] slots
-        targets: Tensor,  # [B, T] where they go, all different in a row
-    ):
-        "Copy slots in every tensor."
+    def move(self, sources: Tensor, targets: Tensor):
+        "Copy slots [B, T] in every tensor to others, which are all different in a row."
         for stack in self.stacks:
             n, _, heads, _, dim = stack.shape
             source, target = (
@@ -123,22 +101,15 @@ class StaticBuffers:
             )
             stack.scatter_(3, target, stack.gather(3, source))
 
-    def fits(
-        self,
-        read: DynamicCache,  # of another batch
-        slots: int,  # that it needs
-    ) -> bool:
-        "Whether these buffers, and what is recorded of them, can take another batch."
+    def fits(self, read: DynamicCache, slots: int) -> bool:
+        "Whether these buffers, and what is recorded of them, can take another batch, which needs so many slots."
         states = states_of_layers(read)
         same = [_shape(x) for x in states] == self.shapes and len(states[0]) == self.requests
         return same and slots <= self.slots and self.weights == addresses(self.verifier)
 
-    def fill(
-        self,
-        read: DynamicCache,  # of B requests, at most S slots
-        owner: object = None,  # the context that uses them from now on
-    ):
-        "Begin with the keys and values of a prefill; all other slots are zero."
+    def fill(self, read: DynamicCache, owner: object = None):
+        """Begin with the keys and values of a prefill of B requests, at most S slots; all other slots are zero. From
+        now on `owner` uses them."""
         # weak reference to the context that uses them; None: they are free
         self.owner: Any = None if owner is None else weakref.ref(owner)
         for stack in self.stacks:
@@ -149,11 +120,8 @@ class StaticBuffers:
             shift = getattr(read, "position_shift", None)
             self.cache.position_shift[:] = 0 if shift is None else shift.view(-1, 1)
 
-    def first(
-        self,
-        length: int,  # slots
-    ) -> DynamicCache:  # to begin larger buffers with
-        "The first slots of every layer."
+    def first(self, length: int) -> DynamicCache:
+        "The first slots of every layer, to begin larger buffers with."
         read: Any = DynamicCache()
         for i, (keys, values) in enumerate(zip(self.views[::2], self.views[1::2])):
             read.update(keys[:, :, :length], values[:, :, :length], i)
@@ -163,18 +131,13 @@ class StaticBuffers:
 
 
 class StaticPass:
-    """A forward pass over W new tokens of each request, on tensors that stay. It is called, or
-    on CUDA recorded once and replayed."""
+    """A forward pass over W (`width`) new tokens of each request, on tensors that stay. It is called, or on CUDA
+    recorded once and replayed."""
 
     out: Any = None  # of the graph
     graph: Any = None  # torch.cuda.CUDAGraph
 
-    def __init__(
-        self,
-        buffers: StaticBuffers,
-        width: int,  # W
-    ):
-        # not the buffers, which keep this pass: a cycle would outlive them
+    def __init__(self, buffers: StaticBuffers, width: int):
         self.verifier, self.cache = buffers.verifier, buffers.cache
         self.slots, self.width = buffers.slots, width
         B, device = buffers.requests, buffers.verifier.device
@@ -232,22 +195,17 @@ class StaticPass:
         self.graph = graph
         return graph
 
-    def run(
-        self,
-        as_graph: bool = False,  # on CUDA: replay it, recorded the first time
-    ) -> VerifierOutput:  # of [B, W]; of a graph: valid until the next replay
-        "One forward pass."
+    def run(self, as_graph: bool = False) -> VerifierOutput:
+        """One forward pass, of [B, W]; on CUDA, if wished, as a graph, recorded the first time, whose output is valid
+        until the next replay."""
         if not (as_graph and self.on_cuda):
             return self.forward()
         (self.graph or self.record()).replay()
         return self.out
 
 
-def check_static(
-    verifier: Verifier,
-    kv_cache: str,  # "static" or "graphs"
-):
-    "Errors: ValueError for a verifier whose cache or devices cannot be fixed."
+def check_static(verifier: Verifier, kv_cache: str):
+    'Errors: ValueError for a verifier whose cache or devices cannot be fixed (`kv_cache`: "static" or "graphs").'
     name = type(verifier.model).__name__
     if kinds := recurrent_kinds(verifier.config):
         raise ValueError(
@@ -267,13 +225,10 @@ def check_static(
         )
 
 
-def static_buffers(
-    verifier: Verifier,  # keeps them for its next request
-    read: DynamicCache,  # of B requests, after their prefill
-    slots: int,  # at least; 64 at a time
-    owner: object = None,  # the context that uses them while it exists; None: until the next
-) -> StaticBuffers:  # those that are kept, if they are free and fit
-    "Buffers that begin with the keys and values of a prefill."
+def static_buffers(verifier: Verifier, read: DynamicCache, slots: int, owner: object = None) -> StaticBuffers:
+    """Buffers of at least so many slots, 64 at a time, that begin with the keys and values of a prefill of B requests.
+    The verifier keeps them for its next request: they are those of the last one, if they are free and fit. They belong
+    to `owner` while it exists; None: until the next request."""
     slots = -(-slots // 64) * 64
     kept = verifier.static
     if kept is not None and kept.free_for(owner) and kept.fits(read, slots):

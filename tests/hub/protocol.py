@@ -15,7 +15,7 @@ from speculators_nb.core.config import SpeculatorModelConfig
 from speculators_nb.core.provenance import identify
 from speculators_nb.data.sources import read_conversations
 from speculators_nb.models.base import SpeculatorModel
-from speculators_nb.verifier.parts import HubShards, load_verifier_tensors
+from speculators_nb.verifier.parts import HubIndex, load_verifier_tensors
 
 pytest_plugins = ["loopback"]  # its fixtures
 
@@ -96,8 +96,7 @@ def test_a_range_is_cut(big, tmp_path):
     parts = load_verifier_tensors("org/big")
     assert torch.equal(parts["head"], load_verifier_tensors(big)["head"])
     with hub_access(cache_dir=tmp_path / "new"):
-        shards = HubShards.of("org/big")
-        shards.header("model-00016-of-00016.safetensors")
+        HubIndex("org/big").header("model-00016-of-00016.safetensors")
         HUB.fail("/[0-9a-f]{64}$", method="GET", cut=50, times=99)
         call = lambda: load_verifier_tensors("org/big")
         one_line(call, "org/big", "model-00016-of-00016.safetensors", "try again")
