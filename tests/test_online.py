@@ -74,6 +74,45 @@ def test_what_is_kept_is_the_request_s_own(verifier):
     assert batch["input_ids"][0, :10].tolist() == model.shift(drafter.rows[-1])["input_ids"][:10].tolist()
 
 
+@pytest.mark.parametrize("vocabulary", [None, 1500])
+def test_rejected_tokens_are_as_likely_as_when_they_were_drafted(verifier, vocabulary):
+    "In a packed row, to the drafter that drafted them, with a draft vocabulary as without; and then less likely."
+    mapping = None
+    if vocabulary:
+        t2d = torch.arange(2048) % 4 != 1
+        t2d[torch.arange(int(t2d.sum()) - vocabulary) * 4] = False
+        mapping = t2d, t2d.nonzero()[:, 0] - torch.arange(vocabulary)
+    sizes = dict(draft_vocab_size=vocabulary, mapping=mapping)
+    model = new_drafter("dflash", PATH, **arguments("dflash"), **sizes)
+    learning = dict(learning_rate=1e-3, total_seq_len=96, memory=96, rejected_weight=1.0)
+    drafter = OnlineDrafter(model, **learning, **arguments("dflash"))
+    tapped = Verifier(verifier.model, drafter.aux_layer_ids)
+    whole = model.config.speculative_tokens  # a shorter draft is of fewer slots, which see each other
+    answers = generate(tapped, drafter, PROMPTS, max_new_tokens=16, k=whole, record=1)
+    for answer in answers:
+        drafter.keep(answer)
+    batch = drafter.packed_row()
+    rejected = batch["rejected_probs"] > 0
+    tokens, q, p = [], [], []
+    for step, record in zip(answers[-1].steps, answers[-1].records):
+        if step.draft:
+            tokens += step.draft[step.accepted :]
+            p += record.p[step.accepted :]
+            q += record.q[step.accepted :] if len(step.draft) == whole else []  # the last ones are shorter
+    n = len(tokens)  # the newest request is the first of the row
+    assert len(q) > 20 and batch["rejected_ids"][rejected][:n].tolist() == tokens
+    assert batch["rejected_probs"][rejected][:n].tolist() == pytest.approx(p, abs=5e-5)
+
+    def log_q():
+        with torch.no_grad():
+            return model.log_probs_of(batch["rejected_ids"], rejected, batch)[:n]
+
+    before = log_q()
+    assert before.exp()[: len(q)].tolist() == pytest.approx(q, rel=1e-3)
+    drafter.learn(4)
+    assert log_q().mean() < before.mean() - 0.1
+
+
 def test_earlier_samples_are_every_second_one(verifier):
     model = new_drafter("eagle3", PATH, **arguments("eagle3"))
     sample = {
@@ -107,3 +146,5 @@ def test_what_cannot_be_is_named(given, words):
         OnlineDrafter(model, **given)
     with pytest.raises(ValueError, match="nothing to learn from: `keep` a request first"):
         OnlineDrafter(model).learn()
+    with pytest.raises(ValueError, match="rejected_weight=1.0: is for blocks .*, and this is eagle3"):
+        OnlineDrafter(model, rejected_weight=1.0)

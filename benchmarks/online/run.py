@@ -9,6 +9,8 @@ then serves questions of the new kind, 4,000 tokens of greedy answers, and learn
     with earlier     from what it served, and every second sample from its first training
     served           from what it served alone
     where wrong      from what it served, at the positions that it drafted wrongly (online speculative decoding)
+    and rejected     from what it served, and from the tokens that were rejected, whose loss has as much weight as the
+                     other one (Draft-OPD; DFlash alone); "a tenth": a tenth of it
     ordinary         no serving: as many steps over the same answers, in random order, all known from the beginning
 
 Measured on held-out questions, four draft tokens a step, by replaying greedy answers (the same for every drafter). The
@@ -54,6 +56,7 @@ REAL = ROOT / "output/real"  # of `make real`
 K, TOKENS, HELDOUT = 4, 4000, 24  # draft length, tokens served, questions of each kind
 ROW = 512  # tokens of a step of learning
 VARIANTS = ("with earlier", "served", "where wrong")
+REJECTED = {"and rejected": 1.0, "and rejected, a tenth": 0.1}  # weight of their loss
 
 
 class Scene(NamedTuple):
@@ -162,7 +165,8 @@ def trained(scene, algorithm, name, seed, folder) -> SpeculatorModel:
         model = new_drafter(algorithm, scene.verifier, **given, **vocabulary)
         sizes = COMMON | dict(num_train_epochs=scene.epochs, seed=seed)
         once = dict(output_dir=str(place), save_strategy="no", disable_tqdm=True)
-        train(model, Subset(scene.data, rows), None, **arguments(algorithm), **sizes, **once)
+        own = {name: x for name, x in arguments(algorithm).items() if name not in ("draft_arch", "num_layers")}
+        train(model, Subset(scene.data, rows), None, **own, **sizes, **once)
     return SpeculatorModel.from_pretrained(place, verifier=str(scene.verifier), dtype=torch.float32)
 
 
@@ -192,12 +196,20 @@ def online(scene, algorithm, variant, seed, folder) -> list[dict]:
     model = trained(scene, algorithm, "before", seed, folder)
     earlier = Subset(scene.data, scene.old) if variant == "with earlier" else ()
     learning: dict[str, Any] = dict(learning_rate=scene.rate, total_seq_len=ROW, earlier=earlier, seed=seed)
+    learning["rejected_weight"] = REJECTED.get(variant, 0.0)
     drafter = OnlineDrafter(model, **learning, **arguments(algorithm))
+    verifier = None
+    if variant in REJECTED:  # what it says of rejected tokens is in no record of answers
+        verifier = Verifier.from_pretrained(scene.verifier, drafter.aux_layer_ids, dtype="float32")
     answers = random.Random(seed).sample(scene.serve, len(scene.serve))
     about = dict(algorithm=algorithm, seed=seed, variant=variant)
     served, spent, rows, points = 0, 0.0, [], [*scene.points]
     for answer in answers:
-        generation = replace(replay(drafter, answer, K), hidden_states=answer.states)
+        if verifier:
+            options = dict(k=K, max_new_tokens=len(answer.tokens), record=1)
+            generation = generate(verifier, drafter, answer.prompt, **options)
+        else:
+            generation = replace(replay(drafter, answer, K), hidden_states=answer.states)
         served += len(generation.tokens)
         drafter.keep(generation)
         if variant == "where wrong":
@@ -273,7 +285,8 @@ if __name__ == "__main__":
     folder = ROOT / f"output/online/{args.scene}"
     table = pd.read_csv(results) if results.is_file() else pd.DataFrame(columns=["algorithm", "seed", "variant"])
     for seed in range(args.seeds):
-        for variant in ("before", "both", *VARIANTS, "ordinary"):
+        rejected = REJECTED if args.algorithm == "dflash" else ()
+        for variant in ("before", "both", *VARIANTS, *rejected, "ordinary"):
             if len(table.query("algorithm == @args.algorithm and seed == @seed and variant == @variant")):
                 continue
             run = not_learning if variant in ("before", "both") else online

@@ -383,6 +383,34 @@ class DFlashDraftModel(BlockDrafting):
             logits = logits + F.linear(states.bias.codes, states.bias.weight)
         return self.to_verifier(logits.argmax(-1)).view(1, -1)
 
+    def log_probs_of(
+        self,
+        drafts: torch.Tensor,  # [1, L, K] verifier ids that blocks at these positions drafted
+        chosen: torch.Tensor,  # [1, L, K] bool: which of them are asked for
+        batch: dict[str, torch.Tensor],  # the packed row, as for `forward`
+        attn_impl: str | None = None,  # as of `forward`
+    ) -> torch.Tensor:  # [R] float32, in the order of positions and slots
+        "Log-probabilities of tokens that were drafted, as the slots give them now."
+        anchors = chosen[0].any(-1).nonzero()[:, 0]
+        ids, device = batch["input_ids"][0], batch["input_ids"].device
+        hidden = self.block_hidden(
+            self.block_tokens(ids[anchors]),
+            self.context(batch["hidden_states"][0]),
+            anchors,
+            to_device(batch["document_ids"][0], device),
+            batch["position_ids"][0],
+            impl=attention_back_end(
+                attn_impl, device, True, self.config.transformer_layer_config
+            ),
+        )
+        at, drafted = chosen[0, anchors], drafts[0, anchors]
+        rows = hidden[:, self.config.first_slot :][:, : at.shape[1]][at]
+        tokens = drafted[at]
+        if self.t2d is not None:
+            tokens = self.t2d.cumsum(0)[tokens] - 1
+        log_probs = self.lm_head(rows).float().log_softmax(-1)
+        return log_probs.gather(1, tokens[:, None])[:, 0]
+
     def forward(
         self,
         input_ids: torch.Tensor,  # [1, L] token x_i
