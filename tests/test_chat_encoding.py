@@ -131,6 +131,12 @@ def test_tool_calls_are_kept():
     assert normalize([call]) == [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
 
 
+def test_prepare_makes_a_row_of_each_turn():
+    tok, chat = tokenizer(MARKED), [*talk("2+2?", "4"), *talk("3+3?", "6")]
+    data = prepare([chat], tok, 999, rows="turn")
+    assert [(r["input_ids"], r["loss_mask"]) for r in data] == encode(chat, tok, rows="turn") and len(data) == 2
+
+
 def test_prepare_truncates():
     tok = tokenizer(MARKED)
     (whole,) = encode(talk("2+2?", "four, as ever"), tok)

@@ -353,6 +353,12 @@ def test_no_conversation_is_on_both_sides(tmp_path_factory, turns, fraction, see
     assert len(set(val)) == min(len(turns) - 1, max(1, round(fraction * len(turns))))
 
 
+def test_processes_change_nothing(tmp_path):
+    chats = corpus(700)
+    one, two = (prepare_data(chats, VERIFIER, tmp_path / f"{n}", num_proc=n, val_fraction=0.1) for n in (1, 2))
+    assert rows_in(one) == rows_in(two) and one.config["report"] == two.config["report"]
+
+
 def test_a_process_that_dies_is_an_error(tmp_path, monkeypatch):
     from speculators_nb.data import pipeline
 
@@ -439,6 +445,14 @@ def test_upstreams_folder(tmp_path, freq):
     assert prepared.add_vocab_mapping(2, 10)[0].nonzero().flatten().tolist() == [6, 7]
     # and is a source
     assert rows_in(prepare_data(tmp_path, bytes_tokenizer(), tmp_path / "again", shuffle=False)) == rows_in(prepared)
+
+
+def test_parts_of_different_runs(chats, tmp_path):
+    prepare_data(chats, VERIFIER, tmp_path / "p")
+    config = tmp_path / "p/data_config.json"
+    config.write_text(config.read_text().replace('"train": 114', '"train": 113'))
+    with pytest.raises(ValueError, match="counts 119 rows, the table has 120"):
+        load_prepared(tmp_path / "p")
 
 
 def test_secrets_do_not_reach_the_record(chats, tmp_path, monkeypatch):

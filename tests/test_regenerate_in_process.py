@@ -1,5 +1,6 @@
 """Regenerated answers are those of the verifier, independent of batch and interruption, and counted when they fail."""
 
+import io
 import json
 
 import pytest
@@ -12,6 +13,7 @@ from speculators_nb.data.pipeline import prepare
 from speculators_nb.regenerate import in_process
 from speculators_nb.regenerate.in_process import (
     AnswerRequest,
+    AnswersBar,
     answer,
     answers,
     eos_ids_of,
@@ -361,3 +363,12 @@ def test_an_end_token_is_needed():
     tok.eos_token, verifier.model.generation_config.eos_token_id = None, None
     with pytest.raises(ValueError, match="answers would never end"):
         eos_ids_of(verifier, tok)
+
+
+def test_the_bar_is_drawn_once_a_second():
+    "A line for every token would fill the log of a job."
+    shown = io.StringIO()
+    with AnswersBar(total=9, desc="regenerate", file=shown) as bar:
+        for _ in range(300):
+            bar.answered(8)
+    assert shown.getvalue().count("regenerate") <= 4 and "2,400 tokens" in shown.getvalue()

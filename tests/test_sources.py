@@ -59,11 +59,20 @@ def test_json(tmp_path, whole, rows):
     assert list(read_conversations(write(tmp_path / "a.json", json.dumps(whole, indent=1)))) == rows
 
 
+def test_a_byte_order_mark_is_no_content_and_another_code_is_named(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps(CHAT).encode() + b'\n{"x": "\xff"}')
+    read = read_conversations(tmp_path / "a.jsonl")
+    assert next(read) == CHAT
+    with pytest.raises(ValueError, match="a.jsonl, line 2: not UTF-8"):
+        next(read)
+
+
 def test_parquet_and_tables(tmp_path):
     pq.write_table(pa.Table.from_pylist([CHAT, CHAT]), tmp_path / "a.parquet")
-    Dataset.from_list([CHAT]).save_to_disk(str(tmp_path / "table"))
+    two = [CHAT, CHAT | {"id": "b"}]
+    Dataset.from_list(two).save_to_disk(str(tmp_path / "table"), num_shards=2)
     assert list(read_conversations(tmp_path / "a.parquet")) == [CHAT, CHAT]
-    assert list(read_conversations(tmp_path / "table")) == [CHAT]
+    assert list(read_conversations(tmp_path / "table")) == two
 
 
 @pytest.mark.statement("release-42")

@@ -201,6 +201,15 @@ def test_requests_of_a_batch_stop_apart_and_learn_together(verifier):
     assert policy.steps == sum(s.requested > 0 for g in decoded for s in g.steps)
 
 
+def test_the_drafter_alone_still_drafts_all(verifier):
+    drafter = noisy(verifier, 0.2)
+    stopping = StoppingDrafter(drafter, LengthByConfidence(step_costs(4, 0.9)))
+    short = generate(verifier, stopping, PROMPTS[0], k=4, max_new_tokens=40)
+    assert any(len(s.draft) < s.requested for s in short.steps)
+    whole = generate(verifier, drafter, PROMPTS[0], k=4, max_new_tokens=40)
+    assert all(len(s.draft) == s.requested for s in whole.steps)
+
+
 def test_a_drafter_that_cannot_stop_is_refused(verifier):
     stopping = StoppingDrafter(NgramDrafter(), LengthByConfidence(COSTS))
     with pytest.raises(ValueError, match="NgramDrafter does not draft one token after the other"):

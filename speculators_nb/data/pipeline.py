@@ -382,14 +382,15 @@ def prepare(
     conversations: str | Path | Iterable,  # as in `sources.located`; also input_ids, loss_mask
     tokenizer,  # a fast HF tokenizer with a chat template
     max_length: int,  # longer rows are cut
+    rows: str = "conversation",  # "turn": a row per assistant turn, only that turn trained
     limit: int | None = None,  # stop after so many conversations
     vocab_size: int | None = None,  # the verifier's; None: as many as the tokenizer has
     **template_kwargs,  # for the chat template
 ) -> Dataset:  # input_ids, loss_mask, seq_len; `info.description` says what was dropped
     """Tokenise in memory. What cannot be used is dropped and counted; ValueError if no row is
     left."""
-    check_options({"max_length": max_length, "max_samples": limit})
-    settings = Settings(max_length, dedup=False, shuffle=False, val_fraction=0.0)
+    check_options({"max_length": max_length, "rows": rows, "max_samples": limit})
+    settings = Settings(max_length, rows=rows, dedup=False, shuffle=False, val_fraction=0.0)
     template = ChatTemplate(tokenizer, **template_kwargs)
     encoder = Encoder(template, settings, vocab_size or len(template.tokenizer))
     result = run_pipeline(conversations, encoder, limit=limit)

@@ -302,7 +302,10 @@ class StoppingDrafter:
             read = torch.cat(self.unread) if self.unread else None
             self.unread = []
             self.drafter.goes_on = self.goes_on
-            draft = self.drafter.propose(tokens, read, min(k, self.policy.most), sampling)
+            try:
+                draft = self.drafter.propose(tokens, read, min(k, self.policy.most), sampling)
+            finally:
+                self.drafter.goes_on = None  # without a policy it drafts all
             if len(draft) != len(self.logits):
                 raise ValueError(
                     f"{type(self.drafter).__name__} does not draft one token after the other "

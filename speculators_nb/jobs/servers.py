@@ -220,7 +220,8 @@ class ServerPool(Generic[Client]):
 
 
 def open_endpoint(url: str, model: str | None = None, timeout: float = 600.0) -> Endpoint:
-    "A client that does not try again by itself. Errors: EndpointError; ValueError for a server without this model."
+    """A client that does not try again by itself, and waits for an answer for `timeout` seconds. Errors: EndpointError;
+    ValueError for a server without this model."""
     endpoint = Endpoint(url, timeout=timeout, tries=1)
     names = endpoint.models()
     if model is not None and model not in names:

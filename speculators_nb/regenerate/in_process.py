@@ -389,15 +389,19 @@ def rows_in_memory(verifier: Verifier, tokens: int) -> int:
 
 
 class AnswersBar(tqdm):
-    "A progress bar of conversations and answered tokens, shown from the start."
+    "A progress bar of conversations and answered tokens, shown from the start, and at most once a second."
 
     tokens = 0
 
+    def __init__(self, **options: Any):
+        super().__init__(unit="conversation", mininterval=1, miniters=0, **options)
+
     def answered(self, tokens: int):
-        "Count tokens, and show them with their speed."
+        "Count tokens, with their speed."
         self.tokens += tokens
         speed = self.tokens / max(self.format_dict["elapsed"], 1e-3)
-        self.set_postfix_str(f"{self.tokens:,} tokens, {speed:,.0f} tokens/s")
+        self.set_postfix_str(f"{self.tokens:,} tokens, {speed:,.0f} tokens/s", refresh=False)
+        self.update(0)
 
     def settled(self, conversations: int):
         "So many are settled in all."
@@ -452,8 +456,7 @@ def regenerate(
     total = conversation_count(conversations, limit)
     mine = None if total is None else len(shard(total, rank, world_size))
     journal = Journal(out_path, settings, rank, world_size)
-    bar = AnswersBar(total=mine, desc="regenerate", unit="conversation")
-    with journal, bar, computing(verifier, compute_dtype):
+    with journal, AnswersBar(total=mine, desc="regenerate") as bar, computing(verifier, compute_dtype):
         answering = _Answering(verifier, tokenizer, eos_ids, max_new_tokens, longest)
         todo = still_to_do(conversations, journal, sampling, seed, languages, limit=limit, control=control)
         for replay in _replayed(_windows(todo, 4 * rows), answering, journal, rows, bar.answered):

@@ -50,7 +50,8 @@ _ASSISTANT = re.compile(
 
 
 class QuestionFilter:
-    "Which questions are kept: each is compared with those that were kept before it."
+    """Which questions are kept, of these languages (`language.wanted_languages`): each is compared with those that were
+    kept before it."""
 
     def __init__(self, control: ControlTokens, languages=None):
         self.control, self.languages = control, wanted_languages(languages)

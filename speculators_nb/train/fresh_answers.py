@@ -138,7 +138,7 @@ class FreshAnswers(TrainerCallback):
             eos_token_ids=eos_ids_of(verifier, tokenizer),
         )
         desc = f"answers for epoch {self.since + 1}"
-        with AnswersBar(total=len(rows), desc=desc, unit="conversation", disable=args.disable_tqdm) as bar:
+        with AnswersBar(total=len(rows), desc=desc, disable=args.disable_tqdm) as bar:
 
             def length(steps):  # is called before each draft, so that the bar moves during long answers
                 bar.answered(len(steps[-1].tokens) if steps else 1)

@@ -138,6 +138,7 @@ class StaticPass:
     graph: Any = None  # torch.cuda.CUDAGraph
 
     def __init__(self, buffers: StaticBuffers, width: int):
+        # not the buffers, which keep this pass: a cycle would outlive them
         self.verifier, self.cache = buffers.verifier, buffers.cache
         self.slots, self.width = buffers.slots, width
         B, device = buffers.requests, buffers.verifier.device
