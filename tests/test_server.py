@@ -24,7 +24,7 @@ from speculators_nb.serve.serve_command import (
     serve_environment,
     what_to_serve,
 )
-from speculators_nb.serve.server import Server, ServerError, find_executable
+from speculators_nb.serve.server import Server, ServerError, find_executable, free_port
 from speculators_nb.serve.vllm_contract import installed_engine_version
 from speculators_nb.serve.vllm_methods import method_of_types
 from speculators_nb.train.train_drafter import new_drafter
@@ -457,3 +457,12 @@ def test_nobody_outlives_a_client_that_was_killed(engine, tmp_path):
         os.kill(client, signal.SIGKILL)
         os.waitpid(client, 0)
     assert gone(pids)
+
+
+def test_a_free_port_is_kept_for_a_server_that_asks_for_it():
+    "Between the choice and the start of a server another process must not get it."
+    port = free_port()
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", port))
+    with socket.create_server(("127.0.0.1", port)):  # asks with SO_REUSEADDR, as servers do
+        pass

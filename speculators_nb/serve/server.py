@@ -37,10 +37,15 @@ class ServerError(RuntimeError):
 
 
 def free_port() -> int:  # on the loopback
-    "A port that nobody listens on now."
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that nobody listens on now. One connection was made to it and closed from this side: for a minute (TCP's
+    TIME_WAIT) the system gives it to nobody who asks for any port, only to a server that asks for this one."""
+    with socket.socket() as listening, socket.socket() as client:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(1)
+        client.connect(listening.getsockname())
+        with listening.accept()[0]:
+            return listening.getsockname()[1]
 
 
 def option_value(
