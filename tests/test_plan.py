@@ -209,20 +209,9 @@ LLAMA = LlamaConfig(
     num_key_value_heads=8,
     vocab_size=128256,
 )
-QWEN3_MOE = Qwen3MoeConfig(
-    hidden_size=2048,
-    num_hidden_layers=48,
-    num_attention_heads=32,
-    num_key_value_heads=4,
-    head_dim=128,
-    moe_intermediate_size=768,
-    num_experts=128,
-    num_experts_per_tok=8,
-    vocab_size=151936,
-)
 
 
-@pytest.mark.parametrize("config,weights,active", [(LLAMA, 8.03, 7.5), (QWEN3_MOE, 30.5, 3.3)])
+@pytest.mark.parametrize("config,weights,active", [(LLAMA, 8.03, 7.5), (CONFIGS["qwen3-30b-a3b"], 30.5, 3.3)])
 def test_sizes_are_those_of_the_models_cards(config, weights, active):
     sizes = verifier_sizes(config)
     assert sizes.weights / 1e9 == pytest.approx(weights, rel=0.01)

@@ -146,14 +146,8 @@ def test_a_checkpoint_that_would_load_wrongly_is_refused(drafters, tmp_path):
 def test_methods_without_a_checkpoint():
     assert said(serve_command(VERIFIER)) is None
     assert said(serve_command(VERIFIER, k=4, method="ngram"))["num_speculative_tokens"] == 4
-    assert (
-        said(
-            serve_command(
-                VERIFIER, speculative_config=dict(method="ngram", num_speculative_tokens=2, prompt_lookup_max=3)
-            )
-        )["prompt_lookup_max"]
-        == 3
-    )
+    fields = dict(method="ngram", num_speculative_tokens=2, prompt_lookup_max=3)
+    assert said(serve_command(VERIFIER, speculative_config=fields))["prompt_lookup_max"] == 3
     _, words = what_to_serve(VERIFIER, k=3, verifier=VERIFIER, method="draft_model")
     assert words == {"num_speculative_tokens": 3, "model": str(VERIFIER), "method": "draft_model"}
     with pytest.raises(ValueError, match="num_speculative_tokens"):
@@ -197,11 +191,8 @@ def test_the_command_may_be_for_another_machine(drafters, tmp_path, monkeypatch)
         serving.serve(str(tmp_path), verifier="org/other", run=True)
 
 
-def test_keys_and_open_doors(monkeypatch):
+def test_an_open_door_is_warned_of(monkeypatch):
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    with pytest.raises(ValueError, match="VLLM_API_KEY") as e:
-        serve_command(VERIFIER, extra=["--api-key=sesame"])
-    assert "sesame" not in str(e.value)
     with pytest.warns(UserWarning, match="VLLM_API_KEY"):
         serve_command(VERIFIER, host="0.0.0.0")
 
@@ -333,8 +324,9 @@ def test_a_models_name_is_no_option(drafters, tmp_path, name):
 @pytest.mark.parametrize("option", ["--api-key", "--hf-token", "--ssl-keyfile-password", "--my-secret"])
 @pytest.mark.parametrize("spelling", ["{} x", "{}=x"])
 def test_no_secret_among_the_arguments(option, spelling):
-    with pytest.raises(ValueError, match=f"extra holds {option}: everybody on the machine"):
+    with pytest.raises(ValueError, match=f"extra holds {option}: everybody on the machine") as e:
         serve_command(VERIFIER, extra=spelling.format(option).split())
+    assert "=x" not in str(e.value)
 
 
 @pytest.mark.parametrize(

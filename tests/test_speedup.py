@@ -53,20 +53,6 @@ def test_best_gamma_at_a_twentieth(alpha, gamma, speedup):
     assert best_gamma(curve) == gamma and curve[gamma] == pytest.approx(speedup, abs=0.005)
 
 
-@pytest.mark.parametrize(
-    "alpha, row",
-    [
-        (0.6, (2.18, 2.38, 2.46, 2.50)),
-        (0.7, (2.53, 2.94, 3.14, 3.32)),
-        (0.8, (2.95, 3.69, 4.16, 4.86)),
-        (0.9, (3.44, 4.69, 5.70, 8.15)),
-    ],
-)
-def test_lengths_of_independent_rates(alpha, row):
-    by_rate = lengths([alpha**i for i in range(1, 16)])
-    assert [by_rate[n] for n in (3, 5, 7, 15)] == pytest.approx(row, abs=0.0051)  # the anchors have two decimals
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.integers(1, 9), st.integers(0, 20), st.integers(0, 10), st.booleans())
 def test_the_formula_with_fractions(tenths, c, v, parallel):

@@ -119,12 +119,9 @@ def mask_check(rows: Rows, tokenizer) -> Finding:
     if not trained:
         return judged("loss mask", True, share, "mark the assistant's tokens, and prepare again")
     if prompts and (of_prompts := np.mean(prompts)) > 0.5:
-        return judged(
-            "loss mask",
-            True,
-            f"{share}; the generation prompt itself is, in {of_prompts:.0%} of the turns",
-            "train the answers alone: prepare the data again with a template that has {% generation %} marks",
-        )
+        evidence = f"{share}; the generation prompt itself is, in {of_prompts:.0%} of the turns"
+        remedy = "train the answers alone: prepare the data again with a template that has {% generation %} marks"
+        return judged("loss mask", True, evidence, remedy)
     of_answers = np.mean(late) if late else 0.0
     return judged(
         "loss mask",
@@ -160,8 +157,8 @@ def agreement(verifier: Verifier, rows: Rows) -> Agreement:
         entropy.append(-(log_probs.exp() * log_probs).nansum(-1))
     if not greedy:
         return Agreement(0.0, 0.0, 0)
-    hits, nll, entropy = torch.cat(greedy), torch.cat(nll), torch.cat(entropy)
-    return Agreement(hits.float().mean().item(), (nll - entropy).mean().item(), len(hits))
+    hits, surprise = torch.cat(greedy), torch.cat(nll) - torch.cat(entropy)
+    return Agreement(hits.float().mean().item(), surprise.mean().item(), len(hits))
 
 
 MOST_SURPRISE = 0.3  # nats a token
@@ -185,12 +182,9 @@ def answers_check(verifier: Verifier, rows: Rows) -> Finding:
 LEAST_KNOWN = 0.95
 
 
-def vocabulary_check(
-    t2d: torch.Tensor | None,  # [V] bool; None: the whole vocabulary
-    rows: Rows,  # may be none
-    written: Sequence[list[int]] = (),  # what the verifier wrote to other prompts
-) -> Finding:
-    "Whether the draft vocabulary limits the draft."
+def vocabulary_check(t2d: torch.Tensor | None, rows: Rows, written: Sequence[list[int]] = ()) -> Finding:
+    """Whether the draft vocabulary t2d ([V] bool; None: the whole one) limits the draft, by the trained tokens and by
+    what the verifier wrote to other prompts."""
     if t2d is None:
         return Finding("vocabulary", "ok", "the whole vocabulary is drafted")
     tokens = {
@@ -210,11 +204,8 @@ def vocabulary_check(
     )
 
 
-def verifier_check(
-    recorded: str | None,  # fingerprint in the drafter's run.json
-    verifier: str | os.PathLike,  # folder or hub id of the model that serves
-) -> Finding:
-    "Whether the drafter was trained for the verifier that serves."
+def verifier_check(recorded: str | None, verifier: str | os.PathLike) -> Finding:
+    "Whether the drafter was trained for the verifier that serves, by the fingerprint recorded in its run.json."
     same = same_weights(recorded, verifier)
     if same is None:
         return unchecked("verifier", "run.json has no fingerprint" if recorded is None else f"{verifier} has none")
@@ -279,23 +270,17 @@ def slot_errors(verifier: Verifier, features: FeatureDataset, rows: list[int]) -
 
 
 def features_check(
-    verifier: Verifier,
-    features: FeatureDataset,
-    rows: list[int],  # which to compute again
-    read: tuple[int, ...] = (),  # layers that the drafter reads
+    verifier: Verifier, features: FeatureDataset, rows: list[int], read: tuple[int, ...] = ()
 ) -> Finding:
-    "Whether the stored states are those of this verifier, and of the layers that are read."
+    "Whether the states stored for these rows are those of this verifier, and of the layers that the drafter reads."
     layers = list(features.layer_ids or ())
     remedy = "extract the features again with the verifier that serves, and train on them"
     if not layers:
         return unchecked("features", "the folder does not say which layers it has")
     if absent := sorted(set(read) - set(layers)):
+        stated = f"the drafter reads layers {list(read)}, the features it was trained on are of {layers}"
         return judged(
-            "features",
-            True,
-            f"the drafter reads layers {list(read)}, the features it was trained on are of "
-            f"{layers}: {absent} not among them",
-            "write the trained layers into config.json",
+            "features", True, f"{stated}: {absent} not among them", "write the trained layers into config.json"
         )
     errors = slot_errors(verifier, features, rows)
     worst = max(errors[slot, layer] for slot, layer in enumerate(layers))

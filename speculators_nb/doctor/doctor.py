@@ -52,12 +52,11 @@ class Sources(NamedTuple):
 
 
 def find_sources(
-    drafter: str | os.PathLike,  # folder of a trained drafter
-    verifier: str | os.PathLike | None = None,  # None: what the config names
-    features: str | os.PathLike | None = None,  # None: what the provenance names, if it is here
+    drafter: str | os.PathLike, verifier: str | os.PathLike | None = None, features: str | os.PathLike | None = None
 ) -> Sources:
-    """Read what a drafter's folder says about itself. Errors: FileNotFoundError; ValueError for
-    a folder that holds no drafter, or features that are none."""
+    """Read what a drafter's folder says about itself, unless verifier (by its config) or features (by its provenance,
+    if they are here) are given. Errors: FileNotFoundError; ValueError for a folder that holds no drafter, or features
+    that are none."""
     folder, log = Path(drafter), Path(drafter) / "training_log.csv"
     made = read_provenance(folder) if provenance_path(folder).is_file() else {}
     given, inputs = (made.get(part, {}) for part in ("arguments", "inputs"))
@@ -69,15 +68,11 @@ def find_sources(
     if features is None and (found := inputs.get("features", {}).get("path")) and Path(found).is_dir():
         features = found
     record = read_record(folder)
-    seed = record.get("settings", {}).get("seed", 0)
-    return Sources(
-        str(drafter),
-        str(verifier),
-        Path(features) if features is not None else None,
-        record,
-        pd.read_csv(log) if log.is_file() and log.stat().st_size > 1 else pd.DataFrame(),
-        dict(eval_share=given.get("eval_share"), seed=given.get("seed", seed)),
-    )
+    seed = given.get("seed", record.get("settings", {}).get("seed", 0))
+    history = pd.read_csv(log) if log.is_file() and log.stat().st_size > 1 else pd.DataFrame()
+    place = Path(features) if features is not None else None
+    split = dict(eval_share=given.get("eval_share"), seed=seed)
+    return Sources(str(drafter), str(verifier), place, record, history, split)
 
 
 LOOKED_AT = 32  # rows and prompts that are run through the verifier at most
@@ -86,14 +81,8 @@ DECODED = 8  # prompts that are decoded, of each domain
 
 def answered_rows(prompts: list[list[int]], answers: list[list[int]]) -> Dataset:
     "Prompts and the answer to each, as rows (input_ids, loss_mask, seq_len) whose answers are trained."
-    texts = list(zip(prompts, answers))
-    return Dataset.from_dict(
-        dict(
-            input_ids=[prompt + answer for prompt, answer in texts],
-            loss_mask=[[0] * len(prompt) + [1] * len(answer) for prompt, answer in texts],
-            seq_len=[len(prompt) + len(answer) for prompt, answer in texts],
-        )
-    )
+    rows = [(prompt + answer, [0] * len(prompt) + [1] * len(answer)) for prompt, answer in zip(prompts, answers)]
+    return Dataset.from_list([dict(input_ids=ids, loss_mask=mask, seq_len=len(ids)) for ids, mask in rows])
 
 
 @dataclass
@@ -179,24 +168,17 @@ class Examination:
         return self.rows[::step][:LOOKED_AT]
 
     @cached_property
-    def answers(self) -> LiveFeatures | None:  # None: there are no prompts
-        "What the verifier wrote while it was decoded, with its states."
-        if self.decoded is None:
-            return None
-        rows = answered_rows(self.to_decode, self.decoded.written)
-        return LiveFeatures(self.verifier, rows, torch.float32)
-
-    @cached_property
     def batches(self) -> list[Batch]:  # empty: there are no prompts either
-        "Held-out rows; where the stored features do not serve, `answers`."
+        "Held-out rows; where the stored features do not serve, what the verifier wrote while it was decoded."
         if self.stored:
             assert self.features is not None
             trained, heldout = self.split
             rows = [*heldout, *trained]  # the trained ones fill up where few are held out
             return heldout_batches(self.model, self.features, rows)
-        if self.answers is None:
+        if self.decoded is None:
             return []
-        return heldout_batches(self.model, self.answers, list(range(len(self.answers))))
+        written = answered_rows(self.to_decode, self.decoded.written)
+        return heldout_batches(self.model, LiveFeatures(self.verifier, written, torch.float32), [*range(len(written))])
 
     @cached_property
     def recorded(self) -> Mapping[str, Any]:
@@ -241,21 +223,22 @@ class Examination:
 
 
 RECOMPUTED = 4  # rows whose states are computed again
-
-
 NO_FEATURES = "no features were found; give --features"
+
+
+def all_unchecked(missing: str, *stages: str) -> list[Finding]:
+    "Stages that could not be looked at for the same reason."
+    return [unchecked(stage, missing) for stage in stages]
 
 
 def look_at_data(e: Examination) -> Iterator[Finding]:
     "Verifier, template, loss mask, answers."
     yield verifier_check(e.sources.record.get("verifier"), e.sources.verifier)
     if not e.rows:
-        for stage in ("template", "loss mask", "answers"):
-            yield unchecked(stage, NO_FEATURES)
+        yield from all_unchecked(NO_FEATURES, "template", "loss mask", "answers")
         return
     if getattr(e.tokenizer, "chat_template", None) is None:
-        for stage in ("template", "loss mask"):
-            yield unchecked(stage, "the verifier has no chat template")
+        yield from all_unchecked("the verifier has no chat template", "template", "loss mask")
     else:
         yield template_check(e.some, e.tokenizer)
         yield mask_check(e.some, e.tokenizer)
@@ -265,8 +248,7 @@ def look_at_data(e: Examination) -> Iterator[Finding]:
 def look_at_features(e: Examination) -> Iterator[Finding]:
     "Shift, states, layers."
     if e.features is None:
-        yield unchecked("shift", NO_FEATURES)
-        yield unchecked("features", NO_FEATURES)
+        yield from all_unchecked(NO_FEATURES, "shift", "features")
         return
     n = len(e.features)
     chosen = sorted({i * (n - 1) // max(1, RECOMPUTED - 1) for i in range(RECOMPUTED)})
@@ -286,8 +268,8 @@ def look_at_drafter(e: Examination) -> Iterator[Finding]:
     yield weights_check(e.model, e.state)
     yield length_check(e.model, e.recorded)
     if not e.batches:
-        for stage in ("head", "convention"):
-            yield unchecked(stage, "no features of the layers that it reads, and no prompts: give --data")
+        missing = "no features of the layers that it reads, and no prompts: give --data"
+        yield from all_unchecked(missing, "head", "convention")
         return
     repaired = repair_checks(e.model, e.state, e.sources.verifier, e.batches, e.options)
     yield from repaired
@@ -310,8 +292,7 @@ def look_at_training(e: Examination) -> Iterator[Finding]:
 def look_at_decoding(e: Examination) -> Iterator[Finding]:
     "Domains, acceptance, tree."
     if e.decoded is None:
-        for stage in ("domains", "acceptance", "tree"):
-            yield unchecked(stage, "no prompts: give --data, or --features")
+        yield from all_unchecked("no prompts: give --data, or --features", "domains", "acceptance", "tree")
         return
     if e.domains is None or not e.rows:
         yield unchecked("domains", "needs --data with domains, and features")
@@ -350,29 +331,23 @@ class Diagnosis:
     @property
     def verdict(self) -> str:
         "One sentence."
-        if self.first is None:
-            unseen = sum(f.state == "not checked" for f in self.findings)
-            more = f"; {unseen} stages were not checked" if unseen else ""
-            return f"No stage loses{more}."
-        first = self.first
-        return f"First loss: {first.stage}. {first.evidence}. Remedy: {first.remedy}."
+        if first := self.first:
+            return f"First loss: {first.stage}. {first.evidence}. Remedy: {first.remedy}."
+        unseen = sum(f.state == "not checked" for f in self.findings)
+        return "No stage loses" + (f"; {unseen} stages were not checked" if unseen else "") + "."
 
     def table(self) -> pd.DataFrame:
         "Every finding: stage, state, number, remedy, and the page where something was found."
         rows = [(*f, f.page if f.state == "finding" else "") for f in self.findings]
         return pd.DataFrame(rows, columns=["stage", "state", "number", "remedy", "page"])
 
-    def save(
-        self,
-        folder: str | os.PathLike,  # made where missing
-    ) -> Path:  # index.html, which needs no other file
-        "Write the page and the table (findings.csv)."
+    def save(self, folder: str | os.PathLike) -> Path:
+        "Write the table (findings.csv) and the page: index.html, which needs no other file."
         folder = Path(folder)
         with atomic_write(folder / "findings.csv") as temporary:
             self.table().to_csv(temporary, index=False)
         parts = [Section("Stages", tables={"From data to engine": self.table()})]
-        if self.figures:
-            parts.append(Section("Pictures", figures=self.figures))
+        parts += [Section("Pictures", figures=self.figures)] if self.figures else []
         warned = [self.verdict] if self.first else []
         page = page_html("What the doctor found", parts, self.facts, warned)
         return write_page(folder / "index.html", page)
@@ -393,13 +368,11 @@ def _foreign_features(e):
         return
     size, largest = e.features.hidden_size, max((int(row.input_ids.max()) for row in e.rows), default=0)
     if size != text.hidden_size or largest >= text.vocab_size:
-        yield judged(
-            "features",
-            True,
-            f"states of size {size} and token ids up to {largest}; the verifier has "
-            f"hidden_size {text.hidden_size} and {text.vocab_size} tokens",
-            "name the features that this drafter was trained on",
+        evidence = (
+            f"states of size {size} and token ids up to {largest}; the verifier has hidden_size {text.hidden_size}"
         )
+        remedy = "name the features that this drafter was trained on"
+        yield judged("features", True, f"{evidence} and {text.vocab_size} tokens", remedy)
         e.features, e.rows = None, []
 
 
@@ -410,8 +383,7 @@ def _walked(e, progress):
     except ValueError as error:  # it does not load beside its verifier
         failed = _failed("verifier" if str(error).lstrip().startswith("verifier") else "weights", error)
         yield failed
-        for stage in STAGES.keys() - {failed.stage, "engine"}:
-            yield unchecked(stage, "the drafter does not load")
+        yield from all_unchecked("the drafter does not load", *(STAGES.keys() - {failed.stage, "engine"}))
         return
     yield from _foreign_features(e)
     for part, (look, stage) in WALK.items():

@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,13 +57,9 @@ def weights_check(model: SpeculatorModel, state: Mapping[str, torch.Tensor]) -> 
     "Whether the weights are trained, and stored in full in the checkpoint `state`."
     layers: Any = getattr(model, "layers", ())
     if untrained := [f"layer {i}" for i, layer in enumerate(layers) if is_untrained(layer)]:
-        return judged(
-            "weights",
-            True,
-            f"{', '.join(untrained)} of {len(layers)}: norms of exact ones or matrices "
-            "of exact zeros, as before training",
-            "save the trained checkpoint again; look at the keys that were renamed or merged",
-        )
+        exact = f"{', '.join(untrained)} of {len(layers)}: norms of exact ones or matrices of exact zeros"
+        remedy = "save the trained checkpoint again; look at the keys that were renamed or merged"
+        return judged("weights", True, f"{exact}, as before training", remedy)
     coarse = coarse_matrices(state)
     dtypes = sorted({str(w.dtype).removeprefix("torch.") for w in state.values() if w.ndim == 2})
     few = f"{len(coarse)} matrices have {min(coarse.values(), default=0)} different values or a few more"
@@ -150,27 +146,18 @@ def measure(model: SpeculatorModel, batches: list[Batch], options: Mapping[str, 
 GAIN = 0.97  # loss after a repair over the loss before it
 
 
-class Repair(NamedTuple):
-    "A drafter with one thing changed."
-
-    stage: str  # head or convention
-    what: str  # that was changed
-    model: SpeculatorModel
-
-
 def repairs(
-    model: SpeculatorModel,
-    state: Mapping[str, torch.Tensor],  # of its checkpoint
-    verifier: str | os.PathLike,  # folder or hub id
-) -> Iterator[Repair]:
-    "Everything that can be put right without training."
+    model: SpeculatorModel, state: Mapping[str, torch.Tensor], verifier: str | os.PathLike
+) -> Iterator[tuple[str, str, SpeculatorModel]]:
+    """Everything that can be put right without training, one thing at a time: the stage (head or convention), what was
+    changed, and the drafter with it. `state`: of its checkpoint; `verifier`: folder or hub id."""
     if not model.own_heads:
         parts = load_verifier_tensors(verifier, model.t2d)
         for name, part in (("lm_head.weight", "head"), ("embed_tokens.weight", "embeddings")):
             if not torch.equal(model.get_parameter(name).float(), parts[part].float()):
                 changed = copy.deepcopy(model)
                 changed.get_parameter(name).data.copy_(parts[part].to(model.dtype))
-                yield Repair("head", f"the verifier's {part}", changed)
+                yield "head", f"the verifier's {part}", changed
     fields = set(type(model.config).__dataclass_fields__)
     fields -= {*SpeculatorModelConfig.__dataclass_fields__, "embed_requires_grad"}
     for name in sorted(fields):
@@ -181,38 +168,29 @@ def repairs(
         setattr(config, name, not value)
         try:
             config.check()
-            load = type(model).from_pretrained
-            changed = load(config=config, state_dict=dict(state), verifier=verifier)
+            changed = type(model).from_pretrained(config=config, state_dict=dict(state), verifier=verifier)
         except (ValueError, TypeError):  # the flag brings or takes weights: it is as trained
             continue
-        yield Repair("convention", f"{name}={not value}", changed.to(model.dtype).eval())
+        yield "convention", f"{name}={not value}", changed.to(model.dtype).eval()
 
 
-def repair_checks(
-    model: SpeculatorModel,
-    state: Mapping[str, torch.Tensor],  # of its checkpoint
-    verifier: str | os.PathLike,  # folder or hub id
-    batches: list[Batch],  # held out
-    options: Mapping[str, Any],  # of `forward`
-) -> list[Finding]:  # one of head, one of convention
-    "Whether a repair makes the drafter better."
+def repair_checks(model: SpeculatorModel, state, verifier, batches: list[Batch], options) -> list[Finding]:
+    """Whether one of `repairs` makes the drafter better on held-out batches, with these arguments of `forward`: a
+    finding of head, one of convention."""
     before = measure(model, batches, options).loss
     best: dict[str, tuple[float, str]] = {}
     for stage, what, changed in repairs(model, state, verifier):
         loss = measure(changed, batches, options).loss
         best[stage] = min(best.get(stage, (loss, what)), (loss, what))
     own = "its heads are its own" if model.own_heads else "head and embedding are the verifier's"
-    fine = {"head": own, "convention": "no flag of the config could be another"}
+    flags = "no flag of the config could be another"
     found = []
-    for stage, remedy in (
-        ("head", "copy {} into the checkpoint, or train again"),
-        ("convention", "write {} into config.json: it was trained so"),
+    for stage, fine, remedy in (
+        ("head", own, "copy {} into the checkpoint, or train again"),
+        ("convention", flags, "write {} into config.json: it was trained so"),
     ):
-        if stage not in best:
-            found.append(Finding(stage, "ok", fine[stage]))
-            continue
-        loss, what = best[stage]
-        evidence = f"held-out loss {before:.3f}; with {what} {loss:.3f}"
+        loss, what = best.get(stage, (before, ""))
+        evidence = f"held-out loss {before:.3f}; with {what} {loss:.3f}" if what else fine
         found.append(judged(stage, loss < GAIN * before, evidence, remedy.format(what)))
     return found
 
@@ -304,9 +282,14 @@ def pair_accuracy(rows: Rows, heldout: Rows) -> float:
     return float(np.mean(right)) if right else math.nan
 
 
+def column(history: pd.DataFrame, name: str) -> pd.Series:
+    "The values of a column that are known; empty: there is no such column."
+    return history[name].dropna() if name in history else pd.Series(dtype=float)
+
+
 def last_of(history: pd.DataFrame, name: str) -> float:
     "The last value of a column; NaN: there is none."
-    values = history[name].dropna() if name in history else pd.Series(dtype=float)
+    values = column(history, name)
     return float(values.iloc[-1]) if len(values) else math.nan
 
 
@@ -315,24 +298,20 @@ FEW_STEPS = 100  # steps that say nothing about a learning rate
 HIGH_RATE = 1e-3  # a learning rate that is not raised tenfold
 
 
-def learned_check(
-    history: pd.DataFrame,  # training_log.csv
-    table: float,  # from `pair_accuracy`
-    settings: Mapping[str, Any] | None = None,  # of the run's record
-) -> Finding:
-    "Whether the drafter knows what a table of token pairs knows."
-    if metrics := last_evaluation(history):
-        reached = first_accuracy(metrics, "eval_")
-    else:
-        logged = history.dropna(how="all")
-        reached = first_accuracy(logged.iloc[-1].to_dict()) if len(logged) else math.nan
+def learned_check(history: pd.DataFrame, table: float, settings: Mapping[str, Any] | None = None) -> Finding:
+    """Whether the drafter knows what a table of token pairs knows (`pair_accuracy`), by the training_log.csv and
+    settings of its run."""
+    metrics, logged = last_evaluation(history), history.dropna(how="all")
+    reached = first_accuracy(metrics, "eval_")
+    if not metrics and len(logged):
+        reached = first_accuracy(logged.iloc[-1].to_dict())
     if reached != reached or table != table:
         return unchecked("training", "no accuracy in the history, or no rows")
-    rate = history["learning_rate"].max() if "learning_rate" in history else math.nan
+    rate = column(history, "learning_rate").max()
     if rate != rate:  # the run ended before `logging_steps`
         rate = (settings or {}).get("learning_rate") or math.nan
     steps = int(history["step"].max()) if "step" in history else len(history)
-    norms = history["grad_norm"].dropna() if "grad_norm" in history else pd.Series(dtype=float)
+    norms = column(history, "grad_norm")
     grown = norms.iloc[-1] / norms.iloc[0] if len(norms) > 1 else 1.0
     if grown > 2 or not np.isfinite(norms).all():
         remedy = f"lower the learning rate: the gradient norm grew {grown:.1f} times"
@@ -359,7 +338,6 @@ class Curve(NamedTuple):
     "Where a run ended."
 
     train: float  # last training loss
-    heldout: float  # held-out loss of the saved checkpoint: the least
     last: float  # held-out loss at the end
     fall: float  # share by which the training loss fell in the second half of the steps
     doubling: float  # share by which the held-out loss fell after the first half; NaN: not known
@@ -371,23 +349,18 @@ class Curve(NamedTuple):
 
 def learning_curve(history: pd.DataFrame) -> Curve:
     "The ends of the two curves of a training_log.csv."
-    trained = history["loss"].dropna() if "loss" in history else pd.Series(dtype=float)
-    heldout = history["eval_loss"].dropna() if "eval_loss" in history else trained.iloc[:0]
+    trained = column(history, "loss")
     middle = trained.iloc[len(trained) // 2] if len(trained) > 2 else math.nan
-    least = float(heldout.min()) if len(heldout) else math.nan
     end, last = last_of(history, "loss"), last_of(history, "eval_loss")
     half = math.nan
     if "step" in history:
         half = last_of(history[history["step"] <= history["step"].max() / 2], "eval_loss")
-    return Curve(end, least, last, 1 - end / middle, 1 - last / half)
+    return Curve(end, last, 1 - end / middle, 1 - last / half)
 
 
-def data_check(
-    history: pd.DataFrame,  # training_log.csv
-    n: int | None = None,  # conversations that were trained on; None: not known
-    tokens: int | None = None,  # of their answers; None: not known
-) -> Finding:
-    "Whether there are enough data for the steps, beside the measured curve."
+def data_check(history: pd.DataFrame, n: int | None = None, tokens: int | None = None) -> Finding:
+    """Whether there are enough data for the steps of a training_log.csv, beside the measured curve. `n`: conversations
+    that were trained on, `tokens`: of their answers; None: not known."""
     curve = learning_curve(history)
     if curve.last != curve.last:
         return unchecked("data size", "the history has no held-out loss")
@@ -396,10 +369,9 @@ def data_check(
     rows = f"{n} conversations, " if n is not None else ""
     rows += f"{tokens} trained tokens, " if tokens is not None else ""
     measured = ", ".join(f"{gap:.0%} at {e:g} epochs" for e, gap in MEASURED_GAPS.items())
-    slope = ""
-    if curve.doubling == curve.doubling:
-        way = "fell" if curve.doubling >= 0 else "rose"
-        slope = f"; the held-out loss {way} by {abs(curve.doubling):.0%} since the last evaluation of the first half"
+    way = "fell" if curve.doubling >= 0 else "rose"
+    slope = f"; the held-out loss {way} by {abs(curve.doubling):.0%} since the last evaluation of the first half"
+    slope = "" if math.isnan(curve.doubling) else slope
     epochs = last_of(history, "epoch")
     return judged(
         "data size",
@@ -459,23 +431,12 @@ class Decoded(NamedTuple):
 
 
 def decode(
-    verifier: Verifier,  # taps what the drafter reads
-    drafter: Any,
-    name: str,  # of the drafter
-    prompts: list[list[int]],
-    k: int,  # tokens to draft in a step
-    eos_token_ids: Iterable[int] = (),
-    domains: list[str] | None = None,  # of each prompt
+    verifier: Verifier, drafter: Any, name: str, prompts: list[list[int]], k: int, eos_token_ids=(), domains=None
 ) -> Decoded:
-    "Greedy decoding of a few prompts."
+    "Greedy decoding of a few prompts, k tokens a step, as by `evaluate`; the verifier taps what the drafter reads."
+    most, stop = max(MOST_NEW, k + 2), set(eos_token_ids)
     evaluation = evaluate(
-        verifier,
-        {name: drafter},
-        prompts,
-        k=k,
-        max_new_tokens=max(MOST_NEW, k + 2),
-        domains=domains,
-        eos_token_ids=set(eos_token_ids),
+        verifier, {name: drafter}, prompts, k=k, max_new_tokens=most, domains=domains, eos_token_ids=stop
     )
     return Decoded(evaluation, k, name)
 
@@ -495,12 +456,9 @@ def cliff(decoded: Decoded) -> int | None:
     return None
 
 
-def acceptance_check(
-    decoded: Decoded,
-    predicted: float,  # mean acceptance length from held-out accuracy; NaN: not known
-    trained: int | None = None,  # tokens that it was trained to draft; None: not known
-) -> Finding:
-    "Whether decoding accepts what training promised, and where drafts end."
+def acceptance_check(decoded: Decoded, predicted: float, trained: int | None = None) -> Finding:
+    """Whether decoding accepts what training promised, and where drafts end. `predicted`: mean acceptance length from
+    held-out accuracy, NaN: not known; `trained`: tokens that it was trained to draft, None: not known."""
     rates = ", ".join(f"{rate:.2f}" for rate in decoded.rates if rate == rate)
     steps = f"{decoded.k} drafted" + (f", {trained} trained" if trained else "")
     measured = f"{decoded.length:.2f} tokens a step here (accepted by position: {rates}; {steps})"
@@ -536,15 +494,13 @@ def seen_by_domain(decoded: Decoded, domains: list[str], rows: Rows) -> pd.DataF
     mean_length, prompts. `domains`: of each prompt; `rows`: all training rows."""
     known = {triple for ids, mask in rows for triple in triples(ids[mask].tolist())}
     generations = decoded.evaluation.generations[decoded.name, 0.0]
-    lines = []
+    lines = {}
     for domain in sorted(set(domains)):
         own = [g for g, d in zip(generations, domains) if d == domain]
         written = [t for g in own for t in triples(g.tokens)]
-        found = acceptance_summary(own, decoded.k)
         seen = sum(t in known for t in written) / max(len(written), 1)
-        lines.append((domain, seen, found["mean_length"], len(own)))
-    columns = ["domain", "seen", "mean_length", "prompts"]
-    return pd.DataFrame(lines, columns=columns).set_index("domain")
+        lines[domain] = dict(seen=seen, mean_length=acceptance_summary(own, decoded.k)["mean_length"], prompts=len(own))
+    return pd.DataFrame.from_dict(lines, orient="index").rename_axis("domain")
 
 
 def domains_check(table: pd.DataFrame) -> Finding:
@@ -563,24 +519,16 @@ def domains_check(table: pd.DataFrame) -> Finding:
 
 
 def tree_note(
-    verifier: Verifier,
-    drafter: Any,
-    decoded: Decoded,  # as a chain
-    prompts: list[list[int]],
-    eos_token_ids: Iterable[int] = (),
+    verifier: Verifier, drafter: Any, decoded: Decoded, prompts: list[list[int]], eos_token_ids=()
 ) -> Finding:
-    "The same prompts with a dynamic tree of four nodes for each token of the chain."
+    "The prompts that were decoded as a chain with a dynamic tree of four nodes for each of its tokens."
     if not callable(getattr(drafter, "grow", None)):
         return unchecked("tree", "this drafter drafts chains only")
     nodes = 4 * decoded.k
     method = DynamicTreeTokenProposalConfig(speculative_tokens=nodes, expansion_factor=4, depth=decoded.k)
     grown = decode(verifier, TreeDrafter(drafter, method), decoded.name, prompts, decoded.k, eos_token_ids)
-    return Finding(
-        "tree",
-        "note",
-        f"a tree of {nodes} nodes accepts {grown.length:.2f} tokens a step, a chain of "
-        f"{decoded.k} {decoded.length:.2f}",
-    )
+    tree = f"a tree of {nodes} nodes accepts {grown.length:.2f} tokens a step"
+    return Finding("tree", "note", f"{tree}, a chain of {decoded.k} {decoded.length:.2f}")
 
 
 LEAST_SERVED = 0.85  # the engine's mean length over the one here
@@ -590,16 +538,14 @@ def engine_check(folder: str | os.PathLike, decoded: Decoded | None) -> Finding:
     """Whether an engine, by the folder of its evaluation, accepts what the decoder here accepts (None: not measured).
     Errors: as from `read_table`."""
     table = read_table(Path(folder) / "summary.csv")
-    total = table[table.domain == "all"] if "domain" in table else table
-    if "k" in table and (total.k > 0).any():
-        total = total[total.k > 0]
+    total = table[table.domain == "all"]
+    total = total[total.k > 0] if (total.k > 0).any() else total
     row = total.sort_values("temperature").iloc[0]
-    k = int(row.k) if "k" in table else None
-    length = float(row.mean_length)
+    k, length = int(row.k), float(row.mean_length)
     evidence = f"{Path(folder).name}: {length:.2f} tokens a step" + (f" with k={k}" if k else "")
     if decoded is None:
         return Finding("engine", "note", evidence)
-    if k not in (None, decoded.k):
+    if k != decoded.k:
         return Finding("engine", "note", f"{evidence}; here k={decoded.k}: not comparable")
     return judged(
         "engine",

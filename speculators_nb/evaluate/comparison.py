@@ -139,7 +139,6 @@ def _counted(requests) -> pd.DataFrame:
 
 def length_differences(
     requests: pd.DataFrame,  # of all runs, with `run` in front
-    seed: int = 0,  # of the bootstrap
 ) -> pd.DataFrame:  # by KEY: difference, difference_low, difference_high
     """Mean acceptance length less that of the first drafter of the first run at the same
     temperature, with a 95 % interval: a bootstrap over prompts that both have answered. What
@@ -151,9 +150,7 @@ def length_differences(
         if base is own or not own.index.is_unique or not own.index.equals(base.index):
             continue
         counts = np.hstack([t[["steps", "accepted"]].to_numpy(float) for t in (base, own)])
-        found = bootstrap(
-            counts, lambda c: c[..., 3:] / c[..., 2:3] - c[..., 1:2] / c[..., :1], seed=seed
-        )
+        found = bootstrap(counts, lambda c: c[..., 3:] / c[..., 2:3] - c[..., 1:2] / c[..., :1])
         low, high = found.low[0], found.high[0]
         row = dict(difference=found.value[0], difference_low=low, difference_high=high)
         rows.append(dict(zip(KEY, key)) | row)
@@ -175,22 +172,18 @@ class Comparison:
     ) -> pd.DataFrame:  # by run, drafter: length, difference, acceptance per position, tokens/s
         """The most important numbers of each run. Differences, as of `length_differences`, are
         of all domains together."""
-        key = KEY
         columns = ["mean_length", "mean_length_low", "mean_length_high"]
         columns += ["draft_acceptance", "steps"]
-        rows = self.summary[self.summary.domain == domain].set_index(key)[columns]
-        differences = length_differences(self.requests)
-        if domain == "all" and len(differences):
-            rows = rows.join(differences)
+        rows = self.summary[self.summary.domain == domain].set_index(KEY)[columns]
         if domain == "all":
-            by_position = self.positions.pivot_table(
-                index=key, columns="position", values="unconditional"
-            )
-            rows = rows.join(by_position.add_prefix("at "))
+            if len(differences := length_differences(self.requests)):
+                rows = rows.join(differences)
+            at = self.positions.pivot_table("unconditional", index=KEY, columns="position")
+            rows = rows.join(at.add_prefix("at "))
         if len(self.performance):
             columns = ["tokens_per_second", "first_token_ms", "between_tokens_ms", "speedup"]
             speed = self.performance[self.performance.domain == domain]
-            rows = rows.join(speed.set_index(key)[columns])
+            rows = rows.join(speed.set_index(KEY)[columns])
         return rows.reset_index()
 
     def plot(
@@ -207,9 +200,8 @@ class Comparison:
             if several[name] > 1:
                 table["drafter"] += f", {label}" + table[name].astype(str)
         rates = table.groupby(["temperature", "k", "position"]).unconditional
-        apart = (rates.max() - rates.min()).max()
         finding = "The same acceptance at every position"
-        if apart:
+        if apart := (rates.max() - rates.min()).max():
             finding = f"At no position are the runs further apart than {apart:.3f}"
         return plot_acceptance(table, title or finding)
 
@@ -238,8 +230,8 @@ def read_any_run(
 def _is_in_process(run) -> bool:
     "Whether a run, or the folder of one, was counted by our own decoder in its own way."
     if isinstance(run, (str, os.PathLike)):
-        has = {name: (Path(run) / name).is_file() for name in ("summary.csv", "settings.json")}
-        return has["summary.csv"] and not has["settings.json"]
+        folder = Path(run)
+        return (folder / "summary.csv").is_file() and not (folder / "settings.json").is_file()
     return isinstance(run, Evaluation)
 
 

@@ -58,11 +58,10 @@ SHOWN = {  # further columns of each that a comparison shows
 }
 
 
-def read_table(
-    file: Path,  # CSV, as `save` writes it: summary, positions, performance or requests
-    **setting: int,  # k and concurrency, where all rows have the same and the file none
-) -> pd.DataFrame:  # empty where nothing was measured
-    "Read a table of an evaluation. Errors: FileNotFoundError; ValueError naming file, row and column."
+def read_table(file: Path, **setting: int) -> pd.DataFrame:
+    """Read a table of an evaluation, the CSV of summary, positions, performance or requests; empty where nothing was
+    measured. `setting`: k and concurrency, where all rows have the same and the file none. Errors: FileNotFoundError;
+    ValueError naming file, row and column."""
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such file; evaluate again")
     if file.stem == "performance" and file.stat().st_size <= 1:
@@ -91,85 +90,8 @@ def read_table(
     return table
 
 
-def read_run(folder: str | os.PathLike) -> dict[str, Any]:
-    """Read what `EngineEvaluation.save` wrote: the tables, requests and settings, by name. Errors: FileNotFoundError;
-    ValueError naming the file."""
-    folder = Path(folder)
-    check_evaluation(folder)
-    if not (folder / "settings.json").is_file():
-        raise ValueError(
-            f"{folder}: is an evaluation by our own decoder, which counts otherwise than "
-            "an engine; evaluate again as_engine=True (--as-engine), and compare that"
-        )
-    found: dict[str, Any] = dict(settings=read_object(folder / "settings.json"))
-    file = folder / "requests.jsonl"
-    if not file.is_file():  # a pipe would never end
-        raise FileNotFoundError(f"{file}: no such file; evaluate again")
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-        found["requests"] = pd.DataFrame(map(json.loads, lines))
-    except (ValueError, TypeError, RecursionError) as e:
-        raise ValueError(f"{file}: not one request a line ({e}); evaluate again") from e
-    return found | {name: read_table(folder / f"{name}.csv") for name in TABLES}
-
-
-def plot_engine_acceptance(positions: pd.DataFrame, summary: pd.DataFrame, title: str | None = None) -> Figure:
-    """Acceptance per position, a panel for each temperature; title: None: the longest mean acceptance length. Errors:
-    ValueError where nothing was drafted."""
-    from ..core.plot import plot_acceptance  # matplotlib, only to draw
-
-    if positions.empty:
-        raise ValueError("nothing was drafted in this run, so there is no acceptance to draw")
-    table = _lightest(positions)
-    if table.k.nunique() > 1:
-        table = table.assign(drafter=table.drafter + ", K=" + table.k.astype(str))
-    overall = _lightest(summary[summary.domain == "all"])
-    best = overall.sort_values("mean_length").iloc[-1]
-    finding = (
-        f"{best.drafter}, K={best.k}, in the engine: {best.mean_length:.2f} tokens a step at "
-        f"temperature {best.temperature:g}"
-    )
-    return plot_acceptance(table, title or finding)
-
-
 def _lightest(table):
     return table[table.concurrency == table.concurrency.min()]
-
-
-def plot_speed(performance: pd.DataFrame, title: str | None = None) -> Figure:
-    """What drafting brings: throughput and time between tokens over draft length, a line per load; title: None: the
-    best and its speed-up."""
-    import matplotlib.pyplot as plt  # only to draw
-
-    from ..core.plot import new_axes
-
-    table = performance[performance.domain == "all"]
-    loads = sorted(table.concurrency.unique())
-    panels = {"tokens_per_second": "output tokens per second", "between_tokens_ms": "time between tokens, ms (median)"}
-    fig, axes = new_axes(4.6, 3.4, 2, squeeze=False)
-    for ax, (name, label) in zip(axes[0], panels.items()):
-        for i, load in enumerate(loads):
-            mean = table[table.concurrency == load].groupby("k")[name].mean()
-            grey = 0.65 * (1 - i / (len(loads) - 1)) if len(loads) > 1 else 0
-            ax.plot(mean.index, mean, label=f"{load} at once", color=str(grey), marker="osD^v"[i % 5], markersize=5)
-        ax.set(
-            xlabel="draft tokens a step, K (0: none)",
-            ylabel=label,
-            ylim=(0, None),
-            xticks=range(int(table.k.min()), int(table.k.max()) + 1),
-        )
-    axes[0][0].legend(frameon=False)
-    fig.suptitle(title or _speed_finding(table), x=0.01, ha="left", fontsize=11)
-    plt.close(fig)
-    return fig
-
-
-def _speed_finding(table):
-    drafted = table[table.k > 0]
-    if "speedup" not in table or drafted.speedup.isna().all():
-        return ""
-    best = drafted.sort_values("speedup").iloc[-1]
-    return f"K={best.k} with {best.concurrency} at once: {best.speedup:.2f} times the tokens per second"
 
 
 def _save_figure(figure, file):
@@ -189,13 +111,10 @@ def _placed(answer) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     return written, accepted, np.array(answer.step_proposed)
 
 
-def output_ranges(
-    requests: pd.DataFrame,  # of an `EngineEvaluation`
-    edges: Sequence[int] = OUTPUT_EDGES,  # output tokens before a step
-    seed: int = 0,  # of the bootstrap
-) -> pd.DataFrame:  # rows as of `range_table`, for each drafter, temperature, k, concurrency
-    """Mean acceptance length by output position, where every step of every request has a place.
-    Errors: ValueError for edges that do not ascend."""
+def output_ranges(requests: pd.DataFrame, edges: Sequence[int] = OUTPUT_EDGES, seed: int = 0) -> pd.DataFrame:
+    """Mean acceptance length by output position (`edges`: output tokens before a step), where every step of every
+    request of an `EngineEvaluation` has a place: rows as of `range_table`, for each drafter, temperature, k,
+    concurrency. `seed`: of the bootstrap. Errors: ValueError for edges that do not ascend."""
     check_edges(edges, "edges")
     setting, table = ["drafter", "temperature", "k", "concurrency"], []
     if "step_accepted" not in requests:
@@ -235,22 +154,60 @@ class EngineEvaluation:
         return skipped_table(self.settings.get("skipped", {}))
 
     def plot(self, title: str | None = None) -> Figure:
-        """Acceptance per position in the picture of `Evaluation.plot`: of several loads the
-        lightest, of several draft lengths all."""
-        return plot_engine_acceptance(self.positions, self.summary, title)
+        """Acceptance per position, a panel for each temperature, as `Evaluation.plot`: of several loads the lightest,
+        of several draft lengths all. title: None: the longest mean acceptance length. Errors: ValueError where nothing
+        was drafted."""
+        from ..core.plot import plot_acceptance  # matplotlib, only to draw
+
+        if self.positions.empty:
+            raise ValueError("nothing was drafted in this run, so there is no acceptance to draw")
+        table = _lightest(self.positions)
+        if table.k.nunique() > 1:
+            table = table.assign(drafter=table.drafter + ", K=" + table.k.astype(str))
+        overall = _lightest(self.summary[self.summary.domain == "all"])
+        best = overall.sort_values("mean_length").iloc[-1]
+        finding = f"{best.drafter}, K={best.k}, in the engine: {best.mean_length:.2f} tokens a step"
+        return plot_acceptance(table, title or f"{finding} at temperature {best.temperature:g}")
 
     def plot_speed(self, title: str | None = None) -> Figure:
-        "As the function `plot_speed`: the left end of each line is the engine without drafting."
-        return plot_speed(self.performance, title)
+        """What drafting brings: throughput and time between tokens over draft length, a line per load, whose left end
+        is the engine without drafting. title: None: the best and its speed-up."""
+        import matplotlib.pyplot as plt  # only to draw
+
+        from ..core.plot import new_axes
+
+        table = self.performance[self.performance.domain == "all"]
+        loads = sorted(table.concurrency.unique())
+        columns = "tokens_per_second", "between_tokens_ms"
+        labels = "output tokens per second", "time between tokens, ms (median)"
+        fig, axes = new_axes(4.6, 3.4, 2, squeeze=False)
+        for ax, name, label in zip(axes[0], columns, labels):
+            for i, load in enumerate(loads):
+                mean = table[table.concurrency == load].groupby("k")[name].mean()
+                grey = 0.65 * (1 - i / (len(loads) - 1)) if len(loads) > 1 else 0
+                ax.plot(mean.index, mean, label=f"{load} at once", color=str(grey), marker="osD^v"[i % 5], markersize=5)
+            ax.set(xlabel="draft tokens a step, K (0: none)", ylabel=label, ylim=(0, None))
+            ax.set_xticks(range(int(table.k.min()), int(table.k.max()) + 1))
+        axes[0][0].legend(frameon=False)
+        drafted, finding = table[table.k > 0], ""
+        if "speedup" in table and not drafted.speedup.isna().all():
+            best = drafted.sort_values("speedup").iloc[-1]
+            finding = f"K={best.k} with {best.concurrency} at once: {best.speedup:.2f} times the tokens per second"
+        fig.suptitle(title or finding, x=0.01, ha="left", fontsize=11)
+        plt.close(fig)
+        return fig
 
     def save(self, folder: str | os.PathLike) -> Path:
-        """Write summary.csv, positions.csv, performance.csv, requests.jsonl, settings.json,
-        acceptance.png and speed.png; ranges.csv and ranges.png where there are several."""
+        """Write summary.csv, positions.csv, performance.csv, requests.jsonl, settings.json, acceptance.png and
+        speed.png; ranges.csv and ranges.png where there are several."""
         folder = Path(folder)
         forget(folder)
-        for name in TABLES:
+        tables = {name: getattr(self, name) for name in TABLES}
+        if len(ranges := self.compared_ranges()):
+            tables["ranges"] = ranges
+        for name, table in tables.items():
             with atomic_write(folder / f"{name}.csv") as tmp:
-                getattr(self, name).to_csv(tmp, index=False)
+                table.to_csv(tmp, index=False)
         with atomic_write(folder / "requests.jsonl") as tmp:
             self.requests.to_json(tmp, orient="records", lines=True)
         settings = json.dumps(without_secrets(self.settings), indent=1)
@@ -260,9 +217,7 @@ class EngineEvaluation:
             _save_figure(self.plot(), folder / "acceptance.png")
         if len(self.performance):
             _save_figure(self.plot_speed(), folder / "speed.png")
-        if len(ranges := self.compared_ranges()):
-            with atomic_write(folder / "ranges.csv") as tmp:
-                ranges.to_csv(tmp, index=False)
+        if len(ranges):
             from ..core.plot import plot_ranges  # matplotlib, only to draw
 
             _save_figure(plot_ranges(_lightest(ranges)), folder / "ranges.png")
@@ -271,7 +226,24 @@ class EngineEvaluation:
     @classmethod
     def read(cls, folder: str | os.PathLike) -> "EngineEvaluation":
         "Read what `save` wrote. Errors: FileNotFoundError; ValueError naming the file."
-        return cls(**read_run(folder))
+        folder = Path(folder)
+        check_evaluation(folder)
+        if not (folder / "settings.json").is_file():
+            raise ValueError(
+                f"{folder}: is an evaluation by our own decoder, which counts otherwise than "
+                "an engine; evaluate again as_engine=True (--as-engine), and compare that"
+            )
+        found: dict[str, Any] = dict(settings=read_object(folder / "settings.json"))
+        file = folder / "requests.jsonl"
+        if not file.is_file():  # a pipe would never end
+            raise FileNotFoundError(f"{file}: no such file; evaluate again")
+        try:
+            lines = file.read_text(encoding="utf-8").splitlines()
+            found["requests"] = pd.DataFrame(map(json.loads, lines))
+        except (ValueError, TypeError, RecursionError) as e:
+            raise ValueError(f"{file}: not one request a line ({e}); evaluate again") from e
+        found |= {name: read_table(folder / f"{name}.csv") for name in TABLES}
+        return cls(**found)
 
 
 class LoadRows(NamedTuple):
@@ -283,12 +255,9 @@ class LoadRows(NamedTuple):
     requests: list[dict[str, Any]]  # one for each request
 
 
-def tables_of(
-    load: Load,  # from `run_load`
-    seed: int = 0,  # of the bootstrap
-    **key: Any,  # what else identifies the rows: drafter, temperature
-) -> LoadRows:
-    "One load as rows of the four tables."
+def tables_of(load: Load, seed: int = 0, **key: Any) -> LoadRows:
+    """One load as rows of the four tables. `seed`: of the bootstrap; `key`: what else identifies the rows, drafter and
+    temperature."""
     names = list(dict.fromkeys(r.domain for r in load.replies))
     domains = [None] if names == ["all"] else [None, *names]
     setting = dict(k=load.k, concurrency=load.concurrency)
@@ -342,17 +311,17 @@ def gather(loads: list[LoadRows], settings: dict) -> EngineEvaluation:
 
 
 def load_by_guidellm(
-    endpoint: Endpoint,  # a server
+    endpoint: Endpoint,
     prompts: list[Prompt],
-    concurrency: int,  # requests at once
-    max_tokens: int,  # of an answer
-    temperature: float,  # 0: greedy
-    seed: int,  # of the sampling
-    model: str | None = None,  # as the server names it; None: the first
-    tokenizer: str | None = None,  # folder or hub id; None: the model's name
-    **filters: Any,  # top_p, top_k, min_p
+    concurrency: int,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    model: str | None = None,
+    tokenizer: str | None = None,
+    **filters: Any,
 ) -> Load:
-    "Send the prompts with GuideLLM, domain by domain."
+    """As `load.run_load`, with GuideLLM. `tokenizer`: folder or hub id; None: the model's name."""
     model = model or endpoint.models()[0]
     meter = Meter(endpoint)
     replies: list[Reply] = []
@@ -404,13 +373,8 @@ def drafter_name(checkpoint: str | os.PathLike, serve: Mapping[str, Any]) -> str
     "What the drafter is called in tables, by the checkpoint and the arguments of `serve_command`."
     config = read_config(checkpoint)
     speculative = serve.get("speculative_config") or {}
-    name = (
-        config.get("speculators_model_type")
-        or serve.get("method")
-        or speculative.get("method")
-        or (what_to_serve(checkpoint)[1] or {}).get("method")
-    )
-    name = name or "no drafter"
+    name = config.get("speculators_model_type") or serve.get("method") or speculative.get("method")
+    name = name or (what_to_serve(checkpoint)[1] or {}).get("method") or "no drafter"
     return {"ngram": "n-gram", "draft_model": "draft model"}.get(name, name)
 
 
@@ -451,14 +415,7 @@ class Sweep:
         for requests in loads:
             for t in self.temperatures:
                 load = send(
-                    endpoint,
-                    self.prompts,
-                    requests,
-                    self.max_new_tokens,
-                    t,
-                    self.seed,
-                    model=self.model,
-                    **self.filters,
+                    endpoint, self.prompts, requests, self.max_new_tokens, t, self.seed, self.model, **self.filters
                 )
                 drafter = self.name if load.k else "no drafter"
                 self.skipped |= load.refused
@@ -478,16 +435,10 @@ class Sweep:
             domains=domains.to_dict(),
         )
 
-    def serve(
-        self,
-        checkpoint: str | os.PathLike,  # what to serve, as in `serve_command`
-        lengths: list[int | None],  # from `draft_lengths`
-        arguments: Mapping[str, Any],  # further ones of `serve_command`
-        logs: str | os.PathLike | None = None,  # folder for server logs; None: none are kept
-        env: Mapping[str, str] | None = None,  # for the server; None: `serve_environment()`
-        **server: Any,  # `timeout` and `vllm` of `Server`
-    ):
-        "Start a server for each draft length and measure it."
+    def serve(self, checkpoint, lengths: list[int | None], arguments: Mapping[str, Any], logs, env, **server: Any):
+        """Start a server for each draft length (`draft_lengths`), by the arguments of `serve_command`, and measure it.
+        `logs`: folder for server logs, None: none are kept; `env`: None: `serve_environment()`; `server`: timeout and
+        vllm of `Server`."""
         # an error in any command is found before the first server starts
         commands = {k: _command(checkpoint, k, arguments) for k in lengths}
         drafts = any(PER_REQUEST[0] in command for command in commands.values())
@@ -496,28 +447,13 @@ class Sweep:
         speculative = arguments.get("speculative_config") or {}
         remembers = arguments.get("method", speculative.get("method")) == "suffix"
         for k, command in tqdm(commands.items(), desc="draft lengths"):
-            log = None
-            if logs is not None:
-                log = Path(logs) / f"server{'' if k is None else f'-k{k}'}.log"
-            groups = [self.concurrency]
-            if remembers and k != 0:
-                groups = [[load] for load in self.concurrency]
+            log = None if logs is None else Path(logs) / f"server{'' if k is None else f'-k{k}'}.log"
+            groups = [[load] for load in self.concurrency] if remembers and k != 0 else [self.concurrency]
             for loads in groups:
                 with Server(command, env, log=log, **server) as running:
                     environment = serve_environment() if env is None else env
                     self.commands.append(as_shell(command, environment))
                     self.measure(running.url, loads)
-
-
-def save_run(
-    found: EngineEvaluation,
-    folder: str | os.PathLike,
-    **inputs: Any,  # name -> what was read, for provenance; only paths are recorded
-):
-    "Save a run and where it came from."
-    found.save(folder)
-    paths = {k: x if isinstance(x, (str, os.PathLike)) else None for k, x in inputs.items()}
-    write_provenance(folder, "evaluate --engine vllm", found.settings, paths)
 
 
 def evaluate_engine(
@@ -563,12 +499,12 @@ def evaluate_engine(
     name = name or ("served" if running else drafter_name(checkpoint, serve))
     sweep = Sweep(
         prompts,
-        concurrency=loads,
-        temperatures=temperatures,
-        max_new_tokens=max_new_tokens,
-        seed=seed,
-        generator=load,
-        name=name,
+        loads,
+        temperatures,
+        max_new_tokens,
+        seed,
+        load,
+        name,
         model=model,
         tokenizer=tokenizer,
         filters=filters,
@@ -585,5 +521,8 @@ def evaluate_engine(
         settings["skipped"] = sweep.skipped
     evaluation = gather(sweep.rows, settings)
     if output_dir is not None:
-        save_run(evaluation, output_dir, checkpoint=None if running else str(checkpoint), data=data)
+        evaluation.save(output_dir)
+        source = data if isinstance(data, (str, os.PathLike)) else None  # only paths are recorded
+        inputs = dict(checkpoint=None if running else str(checkpoint), data=source)
+        write_provenance(output_dir, "evaluate --engine vllm", evaluation.settings, inputs)
     return evaluation

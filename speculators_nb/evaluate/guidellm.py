@@ -42,11 +42,7 @@ def _load_arguments(streams, rate, max_requests, max_seconds, endless):
         raise ValueError(f"streams={streams}, rate={rate}: give one of them, and None for the other")
     if max_requests is None and max_seconds is None and endless:
         raise ValueError("max_requests and max_seconds are None, and synthetic prompts never end: give one of them")
-    if rate is None:
-        profile = _kind("concurrent", streams=streams)
-    else:
-        profile = _kind("poisson", rate=rate)
-    arguments = ["--profile", profile]
+    arguments = ["--profile", _kind("concurrent", streams=streams) if rate is None else _kind("poisson", rate=rate)]
     if max_requests is not None:
         arguments += ["--constraint", _kind("max_requests", count=max_requests)]
     if max_seconds is not None:
@@ -110,14 +106,8 @@ def read_report(path: str | os.PathLike) -> pd.DataFrame:
         failed = len(load["requests"]["errored"] or []) + len(load["requests"]["incomplete"] or [])
         if not replies:
             raise ValueError(f"{path}: none of {failed} requests was answered in the load {strategy.get('type_')!r}")
-        rows.append(
-            {
-                "concurrency": strategy.get("streams"),
-                "rate": strategy.get("rate"),
-                "errors": failed,
-                **performance(replies, load["duration"]),
-            }
-        )
+        row = dict(concurrency=strategy.get("streams"), rate=strategy.get("rate"), errors=failed)
+        rows.append(row | performance(replies, load["duration"]))
     return pd.DataFrame(rows)
 
 
@@ -137,16 +127,13 @@ def replies_of(load: dict[str, Any], domain: str = "all") -> list[Reply]:
     ]
 
 
-def run_guidellm(
-    command: Sequence[str],  # from `guidellm_command`
-    timeout: float = 3600,  # seconds
-    guidellm: str | os.PathLike | None = None,  # executable; None: from `find_executable`
-) -> pd.DataFrame:  # from `read_report`
-    "Run it and read its report. Errors: FileNotFoundError where it is not installed; RuntimeError with its output."
+def run_guidellm(command: Sequence[str]) -> pd.DataFrame:
+    """Run a command of `guidellm_command`, at most an hour, and read its report. Errors: FileNotFoundError where it is
+    not installed; RuntimeError with its output."""
     command = list(command)
-    if guidellm or os.sep not in command[0]:
-        command[0] = find_executable("guidellm", guidellm)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL)
+    if os.sep not in command[0]:
+        command[0] = find_executable("guidellm")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3600, stdin=subprocess.DEVNULL)
     if done.returncode:
         raise RuntimeError(
             f"{' '.join(command[:2])} ended with code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"

@@ -42,30 +42,21 @@ class Reply:
 
 
 def ask(
-    endpoint: Endpoint,  # a server
-    model: str,  # as the server names it
-    prompt: Prompt,  # sent to the server
-    max_tokens: int,  # of the answer
-    temperature: float = 0.0,  # 0: greedy
-    seed: int = 0,  # of the sampling
-    salt: str | None = None,  # prompts with different salts share no prefix cache
-    top_p: float = 1.0,  # keep the likeliest tokens until they hold this mass; 1: all
-    top_k: int = 0,  # keep the k likeliest tokens; 0: all
-    min_p: float = 0.0,  # drop tokens less likely than this share of the likeliest; 0: none
-) -> Reply:  # with the clock's readings
-    "Send one request and read the stream of its answer. Errors: EndpointError."
-    body = dict(
-        model=model,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        seed=seed,
-        stream=True,
-        stream_options={"include_usage": True},
-        return_token_ids=True,
-    )
+    endpoint: Endpoint,
+    model: str,
+    prompt: Prompt,
+    max_tokens: int,
+    temperature: float = 0.0,
+    seed: int = 0,
+    salt: str | None = None,
+    **filters: Any,
+) -> Reply:
+    """Send one request and read the stream of its answer. `model`: as the server names it; `seed`: of the sampling at a
+    temperature (0: greedy); `salt`: prompts with different ones share no prefix cache; `filters`: top_p, top_k, min_p.
+    Errors: EndpointError."""
+    body: dict[str, Any] = dict(top_p=1.0, top_k=0, min_p=0.0) | filters
+    body |= dict(model=model, max_tokens=max_tokens, temperature=temperature, seed=seed)
+    body |= dict(stream=True, stream_options={"include_usage": True}, return_token_ids=True)
     body |= dict(cache_salt=salt) if salt else {}
     body |= dict(messages=prompt.messages) if prompt.messages else dict(prompt=prompt.text)
     body |= dict(tools=prompt.tools) if prompt.tools else {}
@@ -114,24 +105,23 @@ class Load:
 
 
 def run_load(
-    endpoint: Endpoint,  # a server without other users
+    endpoint: Endpoint,
     prompts: list[Prompt],
-    concurrency: int = 1,  # requests at once
-    max_tokens: int = 64,  # of an answer
-    temperature: float = 0.0,  # 0: greedy
-    seed: int = 0,  # of the sampling; each prompt has its own
-    model: str | None = None,  # None: the first that the server names
-    warm: bool = True,  # ask once before, unmeasured
-    **filters: Any,  # top_p, top_k, min_p of `ask`
-) -> Load:  # replies, times, counts
-    """Send all prompts, domain by domain. A prompt that the server does not take (status 400,
-    413 or 422, as for one beyond its context) is left out and named. Errors: EndpointError of
-    the first other failure, or where none is taken; MetricsError."""
+    concurrency: int = 1,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int = 0,
+    model: str | None = None,
+    **filters: Any,
+) -> Load:
+    """Send all prompts to a server without other users, domain by domain, so many requests at once. `max_tokens`: of an
+    answer; `seed`: of the sampling, each prompt has its own; `model`: None: the first that the server names; `filters`:
+    as of `ask`. A prompt that the server does not take (status 400, 413 or 422, as for one beyond its context) is left
+    out and named. Errors: EndpointError of the first other failure, or where none is taken; MetricsError."""
     model = model or endpoint.models()[0]
     salt = uuid.uuid4().hex
-    if warm:
-        hello = Prompt("warm", messages=[{"role": "user", "content": "Hello."}])
-        ask(endpoint, model, hello, 4, salt=salt)
+    hello = Prompt("warm", messages=[{"role": "user", "content": "Hello."}])
+    ask(endpoint, model, hello, 4, salt=salt)  # unmeasured: the first request is slower
     meter = Meter(endpoint)
     replies: dict[int, Reply] = {}
     refused: dict[int, str] = {}
@@ -149,7 +139,8 @@ def run_load(
         for domain in dict.fromkeys(p.domain for p in prompts):
             mine = [i for i, p in enumerate(prompts) if p.domain == domain]
             start, metered = time.perf_counter(), False
-            _settle(meter)
+            while meter.last != meter.start():  # until earlier requests are counted
+                time.sleep(0.02)
             if concurrency == 1:  # threads begin the next request before this one is counted
                 answers = ((i, one(i)) for i in mine)
             else:
@@ -169,21 +160,13 @@ def run_load(
             own = [replies[i] for i in mine if i in replies]
             if not own:
                 continue
-            seconds[domain] = time.perf_counter() - start
-            if concurrency == 1:
-                seconds[domain] = sum(r.seconds for r in own)
+            seconds[domain] = sum(r.seconds for r in own) if concurrency == 1 else time.perf_counter() - start
             if metered:
                 counts[domain] = sum_counts([r.counts for r in own if r.counts is not None])
             else:
                 counts[domain] = meter.stop(len(own), sum(r.tokens for r in own))
     answered = [replies[i] for i in sorted(replies)]
     return Load(concurrency, answered, seconds, counts, meter.k, refused)
-
-
-def _settle(meter):
-    "Wait until earlier requests are counted: two readings that are equal."
-    while meter.last != meter.start():
-        time.sleep(0.02)
 
 
 def sum_counts(counts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -30,11 +30,9 @@ PATIENCE = 60.0  # seconds that the first rank waits for others to begin
 class SharedPrompts:
     "A context: the answers to the prompts of one evaluation, by all ranks that open it."
 
-    def __init__(
-        self,
-        output_dir: str | os.PathLike,  # of the evaluation, seen by all ranks
-        about: dict,  # what decides the answers (JSON): others in the folder are not used
-    ):
+    def __init__(self, output_dir: str | os.PathLike, about: dict):
+        """output_dir: of the evaluation, seen by all ranks; about: what decides the answers (JSON), others in the
+        folder are not used."""
         self.folder = Path(output_dir)
         self.job = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:12]
         self.ranks = ranks_of()
@@ -66,9 +64,8 @@ class SharedPrompts:
                     self._files[path] = self._held.enter_context(path.open("rb"))
         for path, file in self._files.items():
             file.seek(self._ends.get(path, 0))
-            lines = file.read()
-            lines = lines[: lines.rfind(b"\n") + 1]
-            self._ends[path] = self._ends.get(path, 0) + len(lines)
+            lines, end, _ = file.read().rpartition(b"\n")
+            self._ends[path] = self._ends.get(path, 0) + len(lines + end)
             for line in lines.splitlines():
                 with contextlib.suppress(ValueError):  # torn by a kill
                     number, answers = json.loads(line)
@@ -83,22 +80,22 @@ class SharedPrompts:
     def decode(
         self,
         verifier: Verifier,
-        drafters: Mapping[str, Drafter],  # name -> drafter
-        prompts: list[list[int]],  # token ids of each request
+        drafters: Mapping[str, Drafter],
+        prompts,
         temperature: float,
         *,
-        seed: int = 0,  # of the first prompt's sampling; each has its own
-        **options: Any,  # further arguments of `decode_prompts`
+        seed=0,
+        **options: Any,
     ) -> Iterator[dict[str, Generation]]:
-        "Answers to all prompts in their order, each when it is there, whoever decoded it."
+        """As `decode_prompts`: answers to all prompts in their order, each when it is there, whoever decoded it."""
         if any(hasattr(drafter, "finish") for drafter in drafters.values()):  # it learns from each answer
             yield from decode_prompts(verifier, drafters, prompts, temperature, seed=seed, **options)
             return
         first, self.prompts = self.prompts, self.prompts + len(prompts)
-        mine = [i for i in range(len(prompts)) if i % self.ranks.world_size == self.ranks.rank]
-        others = [i for i in range(len(prompts)) if i % self.ranks.world_size != self.ranks.rank]
+        mine = range(self.ranks.rank, len(prompts), self.ranks.world_size)
+        others = [i for i in reversed(range(len(prompts))) if i not in mine]
         n = 0
-        for i in mine + others[::-1]:
+        for i in [*mine, *others]:
             self.read()
             if first + i not in self.answers:
                 (answers,) = decode_prompts(verifier, drafters, [prompts[i]], temperature, seed=seed + i, **options)
@@ -122,18 +119,14 @@ class SharedPrompts:
             path.unlink(missing_ok=True)
 
 
-_STORED = ("tokens", "steps", "finish_reason", "seconds")  # of an answer
-
-
 def _as_json(answers):
-    return {n: {k: v for k, v in asdict(a).items() if k in _STORED} for n, a in answers.items()}
+    stored = ("tokens", "steps", "finish_reason", "seconds")
+    return {n: {k: v for k, v in asdict(a).items() if k in stored} for n, a in answers.items()}
 
 
 def _from_json(prompt, answers):
-    return {
-        name: Generation(prompt, **answer | {"steps": [Step(**s) for s in answer["steps"]]})
-        for name, answer in answers.items()
-    }
+    steps = {n: [Step(**s) for s in answer["steps"]] for n, answer in answers.items()}
+    return {n: Generation(prompt, **answer | {"steps": steps[n]}) for n, answer in answers.items()}
 
 
 SAME = (  # options that decide what is measured
@@ -153,11 +146,9 @@ class Alone:
 
 
 @contextlib.contextmanager
-def evaluation_job(
-    output_dir: str | os.PathLike | None,  # of the evaluation; None: it is only printed
-    options: Mapping,  # of the command `evaluate`
-) -> Iterator[SharedPrompts | Alone]:
-    "Errors: ValueError for several ranks without `output_dir`; BlockingIOError."
+def evaluation_job(output_dir: str | os.PathLike | None, options: Mapping) -> Iterator[SharedPrompts | Alone]:
+    """The job of the command `evaluate` with these options; output_dir None: it is only printed. Errors: ValueError for
+    several ranks without `output_dir`; BlockingIOError."""
     if options["engine"] != "reference" or output_dir is None:
         n = ranks_of().world_size
         if options["engine"] == "reference" and n > 1:

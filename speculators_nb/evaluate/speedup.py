@@ -173,25 +173,15 @@ def measured_speedup(
     max_new_tokens: int = 48,  # of each
     eos_token_ids=(),  # token ids that end an answer
     rounds: int = 2,  # each answer is written this often with and without the drafter, in turn
-    seed: int = 0,  # of the answers at a temperature
 ) -> dict:  # speedup: the median over prompts; low, high: quartiles
     "How many times faster answers come, per token."
-    check_options(
-        dict(
-            k=k,
-            temperature=temperature,
-            max_new_tokens=max_new_tokens,
-            rounds=rounds,
-            seed=seed,
-        )
-    )
-    check_prompts(prompts)
-
     options: dict[str, Any] = dict(k=k, max_new_tokens=max_new_tokens)
+    check_options(options | dict(temperature=temperature, rounds=rounds))
+    check_prompts(prompts)
     options["eos_token_ids"] = eos_token_ids
 
     def time_per_token(drafter, i):
-        sampling = Sampling(temperature, torch.Generator(verifier.device).manual_seed(seed + i))
+        sampling = Sampling(temperature, torch.Generator(verifier.device).manual_seed(i))
         answers = []
 
         def run():
@@ -200,14 +190,10 @@ def measured_speedup(
 
         return seconds(run) / len(answers[0].tokens)
 
-    for each in (NoDrafter(), drafter):
-        time_per_token(each, 0)  # the first time is slower
-    ratios = [
-        median(
-            time_per_token(NoDrafter(), i) / time_per_token(drafter, i) for _ in range(rounds)
-        )
-        for i in range(len(prompts))
-    ]
-    return dict(
-        zip(("low", "speedup", "high"), np.quantile(ratios, [0.25, 0.5, 0.75]).tolist())
-    )
+    def ratio(i):
+        return time_per_token(NoDrafter(), i) / time_per_token(drafter, i)
+
+    ratio(0)  # the first time is slower
+    ratios = [median(ratio(i) for _ in range(rounds)) for i in range(len(prompts))]
+    low, middle, high = np.quantile(ratios, [0.25, 0.5, 0.75]).tolist()
+    return dict(low=low, speedup=middle, high=high)

@@ -54,11 +54,8 @@ def counted(before: dict, after: dict) -> dict:
 class Meter:
     "Reads a server's counters around some requests."
 
-    def __init__(
-        self,
-        endpoint: Endpoint,  # whose /metrics are read
-        patience: float = 10,  # seconds that the counters may lag behind the answers
-    ):
+    def __init__(self, endpoint: Endpoint, patience: float = 10):
+        "patience: seconds that the counters at the endpoint's /metrics may lag behind the answers."
         self.endpoint, self.patience = endpoint, patience
         self.last: dict[str, Any] = {}
         self.k = len(self.start()["positions"])
@@ -68,13 +65,10 @@ class Meter:
         self.last = read_counters(self.endpoint.get("/metrics"))
         return self.last
 
-    def stop(
-        self,
-        requests: int | None = None,  # that were answered since; None: some
-        tokens: int | None = None,  # that they wrote
-    ) -> dict:  # what was added, as in `read_counters`
-        """What was counted since the last `start` or `stop`. The engine counts a step after it
-        has sent its tokens, so this waits for it."""
+    def stop(self, requests: int | None = None, tokens: int | None = None) -> dict:
+        """What was added since the last `start` or `stop`, as in `read_counters`. The engine counts a step after it has
+        sent its tokens, so this waits until it has counted so many requests and tokens; None: some. Errors:
+        MetricsError."""
         end = time.monotonic() + self.patience
         while True:
             now = read_counters(self.endpoint.get("/metrics"))
@@ -87,10 +81,7 @@ class Meter:
                     "were answered: are its /metrics those of this server?"
                 )
             time.sleep(0.02)
-        others = requests is not None and grown["requests"] != requests
-        if requests is not None and tokens is not None:
-            others = others or grown["tokens"] != tokens
-        if others:
+        if requests is not None and (grown["requests"] != requests or tokens not in (None, grown["tokens"])):
             raise MetricsError(
                 f"the server counts {grown['requests']:g} requests and {grown['tokens']:g} tokens, {requests} and "
                 f"{tokens} are ours: somebody else uses it, so its counters say nothing about these prompts; measure "

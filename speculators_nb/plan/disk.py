@@ -14,12 +14,8 @@ from ..features.feature_rows import stored_dtype
 HEADER = 400  # bytes of a row's file that are no numbers
 
 
-def feature_bytes(
-    hidden_size: int,  # H
-    states: int = 4,  # stored for a token: the layers that are read, and the last
-    dtype: torch.dtype = torch.bfloat16,  # as stored
-) -> int:  # of one token
-    "Bytes of a token's features, on disk and in flight."
+def feature_bytes(hidden_size: int, states: int = 4, dtype: torch.dtype = torch.bfloat16) -> int:
+    "Bytes of a token's features [states, H] in a dtype, on disk and in flight: the layers that are read, and the last."
     return states * hidden_size * dtype.itemsize
 
 
@@ -53,14 +49,7 @@ def free_disk(folder: str | os.PathLike) -> int:
     return shutil.disk_usage(place).free
 
 
-def features_on_disk(
-    tokens: int,  # of all rows
-    rows: int,
-    hidden_size: int,  # H
-    states: int,  # stored for a token
-    dtype: str,  # as stored
-    free: float = math.inf,  # bytes
-) -> Disk:
-    "What the features of some rows need."
+def features_on_disk(tokens: int, rows: int, hidden_size: int, states: int, dtype: str, free: float = math.inf) -> Disk:
+    "What features [tokens, states, H] of some rows need of the free bytes, stored in a dtype."
     token = feature_bytes(hidden_size, states, stored_dtype(dtype)) + 8  # and its id
     return Disk(tokens * token + rows * HEADER, free, dtype)

@@ -127,13 +127,13 @@ def machine_of(
             f"a device of {memory / GB:.3g} GB is no H100: write {' and '.join(missing)} of yours, by its data sheet"
         )
     return Machine(
-        devices=devices,
-        memory=memory,
+        devices,
+        memory,
+        tflops=H100["tflops"] if tflops is None else tflops,
         mfu=MFU.get(algorithm, min(MFU.values())) if mfu is None else mfu,
+        bandwidth=H100["bandwidth"] if bandwidth is None else bandwidth,
         source="an H100's" if missing else "as given",
         doubt=doubt,
-        tflops=H100["tflops"] if tflops is None else tflops,
-        bandwidth=H100["bandwidth"] if bandwidth is None else bandwidth,
     )
 
 
@@ -151,12 +151,10 @@ class Amount(NamedTuple):
 
 
 def amount_of_data(
-    folder: str | os.PathLike | None,  # a prepared folder or conversations, perhaps not there
-    most: int | None = None,  # conversations that the recipe takes
-    conversations: int | None = None,  # as given; None: those of the folder, else `most`, else 50,000
-    tokens_each: int = 1000,  # assumed where they cannot be counted
+    folder: str | os.PathLike | None, most: int | None, conversations: int | None, tokens_each: int
 ) -> Amount:
-    "Count the rows of a prepared folder, or assume some."
+    """Count the rows of a prepared folder, at most so many, or assume some where it is not there, or they are given:
+    `conversations`, else `most`, else 50,000, of `tokens_each`."""
     place = Path(folder or "")
     if conversations is None and folder and (place / "dataset_info.json").is_file():
         prepared = load_prepared(place)
@@ -166,10 +164,9 @@ def amount_of_data(
     return Amount(rows, rows * tokens_each, False)
 
 
-def conversations_of(
-    sections: Mapping[str, Mapping[str, Any]],  # of a recipe
-) -> int | None:  # None: neither a limit nor a file of conversations says it
-    "How many conversations a recipe takes: those of its first file, at most the least max_samples."
+def conversations_of(sections: Mapping[str, Mapping[str, Any]]) -> int | None:
+    """How many conversations a recipe takes: those of its first file, at most the least max_samples; None: neither says
+    it."""
     chain = [sections[name] for name in ("regenerate", "prepare", "features") if name in sections]
     limits = [part["max_samples"] for part in chain if part.get("max_samples")]
     first = Path(str(chain[0]["data"])) if chain else Path()
@@ -223,15 +220,10 @@ def training_step(
     return Training(sizes, step, memory, length, flops, update, bf16)
 
 
-def shorter_row(
-    info: VerifierInfo,
-    values: Mapping[str, Any],  # arguments of `train`, whose step does not fit
-    memory: float,  # bytes of a device
-    now: Training,
-    ranks: int = 1,
-) -> int:  # tokens, a multiple of 128; 0: none was found
-    """A shorter row whose step fits: on the line through the step and that of a quarter of its
-    row, since logits and anchors are as many in a shorter row. It is predicted before named."""
+def shorter_row(info: VerifierInfo, values: Mapping[str, Any], memory: float, now: Training, ranks: int = 1) -> int:
+    """Tokens (a multiple of 128) of a shorter row whose step fits the bytes of a device, where that of arguments of
+    `train` does not; 0: none was found. On the line through the step and that of a quarter of its row, since logits and
+    anchors are as many in a shorter row; it is predicted before named."""
 
     def of_row(length):
         return training_step(info, dict(values, total_seq_len=length), ranks=ranks)
@@ -252,14 +244,8 @@ def shorter_row(
     return 0
 
 
-def smaller_step(
-    info: VerifierInfo,
-    values: Mapping[str, Any],  # arguments of `train`, whose step does not fit
-    memory: float,  # bytes of a device
-    now: Training,
-    ranks: int = 1,
-) -> str:  # the option that makes it fit
-    "What to write in the recipe."
+def smaller_step(info: VerifierInfo, values: Mapping[str, Any], memory: float, now: Training, ranks: int = 1) -> str:
+    "What to write in the recipe whose step does not fit a device, as for `shorter_row`: the option that makes it fit."
     extra, fsdp = pairs(values.get("extra")), bool(values.get("fsdp"))
 
     def of(**changed):
@@ -290,15 +276,11 @@ def smaller_step(
 log = logging.getLogger(__name__)
 
 
-def check_step_memory(
-    verifier: str | os.PathLike,  # folder or hub id
-    values: Mapping[str, Any],  # arguments of `train`
-    memory: float | None = None,  # bytes of a device; None: this machine's accelerator
-    ranks: int | None = None,  # processes that train together; None: as torchrun says
-) -> None:
-    "Errors: ValueError for a drafter whose weights, gradients and optimizer do not fit."
+def check_step_memory(verifier: str | os.PathLike, values: Mapping[str, Any], memory: float | None = None) -> None:
+    """Errors: ValueError for arguments of `train` whose weights, gradients and optimizer do not fit a device: `memory`
+    in bytes (None: of this machine's accelerator), with as many processes together as torchrun says."""
     memory = device_memory() if memory is None else memory
-    ranks = ranks or int(os.environ.get("WORLD_SIZE", 1))
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
     if math.isinf(memory) or values.get("from_pretrained"):  # which brings its own layers
         return
     info = VerifierInfo.of(verifier)
@@ -309,16 +291,11 @@ def check_step_memory(
     state, total, has = (n / GB for n in (now.memory.state, now.memory.total, memory))
     if state > has:
         raise ValueError(
-            f"algorithm={values['algorithm']!r}: weights, gradients and optimizer take "
-            f"{state:.3g} GB, and the device has {has:.3g} GB; write {remedy}"
+            f"algorithm={values['algorithm']!r}: weights, gradients and optimizer take {state:.3g} GB, and the device "
+            f"has {has:.3g} GB; write {remedy}"
         )
-    log.warning(
-        "a step of %d tokens needs about %.3g GB, and the device has %.3g GB: if it runs out of memory, write %s",
-        now.length,
-        total,
-        has,
-        remedy,
-    )
+    needs = f"a step of {now.length} tokens needs about {total:.3g} GB, and the device has {has:.3g} GB"
+    log.warning("%s: if it runs out of memory, write %s", needs, remedy)
 
 
 class Serving(NamedTuple):
@@ -347,19 +324,12 @@ class Answers(NamedTuple):
     rate: float  # tokens/s of one server, at most
 
 
-def answering(
-    info: VerifierInfo,  # of the verifier
-    machine: Machine,
-    server: Serving,
-    each: int,  # tokens of a conversation
-    concurrency: int,  # of the recipe
-) -> Answers:
-    """An upper bound of the rate. A decoding step reads all weights and every KV cache once,
-    and computes one token of each conversation; the slower of both counts. On average half of
-    a conversation is in its cache. Memory limits how many are cached at once."""
+def answering(info: VerifierInfo, machine: Machine, server: Serving, each: int, concurrency: int) -> Answers:
+    """An upper bound of the rate, with conversations of `each` tokens, so many at once. A decoding step reads all
+    weights and every KV cache once, and computes one token of each conversation; the slower of both counts. On average
+    half of a conversation is in its cache. Memory limits how many are cached at once."""
     sizes = verifier_sizes(info.config)
-    cache = cache_bytes(sizes)
-    at_once = concurrency
+    cache, at_once = cache_bytes(sizes), concurrency
     if not math.isinf(machine.memory):
         free = 0.9 * server.width * machine.memory - server.weights
         at_once = max(1, min(concurrency, int(free / (cache * each))))
@@ -461,19 +431,9 @@ def requirements(
         training = training_step(info, train, data.each, machine.devices, machine.kind, data.supervised)
         if training.memory.total > machine.memory:
             remedy = smaller_step(info, train, machine.memory, training, machine.devices)
+    read = flops * data.tokens
     return Requirements(
-        verifier=info.name,
-        machine=machine,
-        data=data,
-        disk=need,
-        other=other,
-        serving=server,
-        read_flops=flops * data.tokens,
-        training=training,
-        epochs=epochs,
-        algorithm=algorithm,
-        remedy=remedy,
-        answers=answers,
+        info.name, machine, data, need, other, server, read, training, epochs, algorithm, remedy, answers
     )
 
 
@@ -535,10 +495,7 @@ def _training_rows(found: Requirements) -> list[tuple[str, str]]:
     return [
         ("drafter", name),
         *([("fsdp", split)] if memory.gathered else []),
-        (
-            "step",
-            f"{memory.total / GB:.3g} GB a device, {found.training.length} tokens: {parts}",
-        ),
+        ("step", f"{memory.total / GB:.3g} GB a device, {found.training.length} tokens: {parts}"),
         ("training", f"{rate}, {duration(tokens / found.trained)} for {found.epochs:g} epochs"),
         *_side_by_side(found, memory.total),
     ]
@@ -582,9 +539,4 @@ def _side_by_side(found: Requirements, step: float) -> list[tuple[str, str]]:
     both = f"{weights / GB:.3g} GB of verifier and {step / GB:.3g} GB of step"
     if weights + step <= has:
         return [("together", f"{both} fit a device of {has / GB:.3g} GB")]
-    return [
-        (
-            "in turn",
-            f"{both} do not fit a device of {has / GB:.3g} GB together: stop the server before training",
-        )
-    ]
+    return [("in turn", f"{both} do not fit a device of {has / GB:.3g} GB together: stop the server before training")]

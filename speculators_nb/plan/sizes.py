@@ -43,8 +43,8 @@ def verifier_sizes(config: PretrainedConfig) -> VerifierSizes:
     model = meta_model(config)
     if model is None:
         raise ValueError(
-            f"model_type={text.model_type!r}: transformers cannot build this model from its "
-            "config.json, so that its weights cannot be counted; update transformers"
+            f"model_type={text.model_type!r}: transformers cannot build this model from its config.json, so that its "
+            "weights cannot be counted; update transformers"
         )
     share, active, total = experts_used(text), 0.0, 0
     ends: Any = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -132,10 +132,7 @@ class DrafterSizes(NamedTuple):
     muon_flops: int = 0  # of one update of the matrices by Muon
 
 
-def muon_flops(
-    rows: int,  # of a matrix
-    columns: int,
-) -> int:
+def muon_flops(rows: int, columns: int) -> int:
     """FLOPs of Muon's update of a matrix, in bfloat16: five Newton-Schulz iterations of three products
     (torch.optim.Muon)."""
     short, long = sorted((rows, columns))

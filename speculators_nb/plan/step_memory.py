@@ -38,12 +38,9 @@ def _storage(tensor: torch.Tensor) -> int:
 class LiveMemory(TorchDispatchMode):
     "Bytes of the tensors that are made inside the block and still alive, and FLOPs of its products."
 
-    def __init__(
-        self,
-        known: Iterable[torch.Tensor] = (),  # made before: their views are not counted
-        weights: Iterable[torch.Tensor] = (),  # of these nor copies in another dtype
-        vocab: int = 0,  # V: an empty [n, V] is a buffer of logits
-    ):
+    def __init__(self, known: Iterable[torch.Tensor] = (), weights: Iterable[torch.Tensor] = (), vocab: int = 0):
+        """known: made before, their views are not counted; weights: nor copies of them in another dtype; vocab: V, an
+        empty [n, V] is a buffer of logits."""
         super().__init__()
         self.bytes = self.logits = self.kept = 0  # all; buffers of logits; what others add
         self.flops = 0
@@ -114,12 +111,11 @@ class StepCost(NamedTuple):
 
 
 def measured_step(
-    model: SpeculatorModel,  # in training mode, on the CPU; its tensors may be fake
-    batch: dict[str, torch.Tensor],
-    bf16: bool = False,  # under autocast; copies of weights are not counted then
-    **kwargs: Any,  # of the forward pass in training
+    model: SpeculatorModel, batch: dict[str, torch.Tensor], bf16: bool = False, **kwargs: Any
 ) -> StepCost:
-    "Run a step, forward and backward, that adds to gradients which are there already."
+    """Run a step, forward and backward, that adds to gradients which are there already: of a model in training mode on
+    the CPU (its tensors may be fake), with arguments of its forward pass. bf16: under autocast; copies of weights are
+    not counted then."""
     trained = [p for p in model.parameters() if p.requires_grad]
     for p in trained:
         p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -247,20 +243,9 @@ def chunks_as_on(device: str) -> Iterator[None]:
         yield
 
 
-def predicted_step(
-    algorithm: str,
-    layer: Any,
-    rows: int,
-    depth: int,
-    length: int,
-    each: int = 1024,
-    supervised: float = 1.0,
-    bf16: bool = False,
-    device: str = "cuda",  # its kind
-    **given: Any,
-) -> StepCost:
-    "What the step of `step_of` takes on a device, counted on tensors without memory."
-    model, arguments = step_of(algorithm, layer, rows, depth, length, each, supervised, bf16=bf16, fake=True, **given)
+def predicted_step(*shape: Any, device: str = "cuda", **given: Any) -> StepCost:
+    "What the step of `step_of` (with its arguments) takes on a kind of device, counted on tensors without memory."
+    model, arguments = step_of(*shape, fake=True, **given)
     with chunks_as_on(device):
         return measured_step(model, **arguments)
 
@@ -286,15 +271,10 @@ class StepMemory(NamedTuple):
 
 
 def step_memory(
-    sizes: DrafterSizes,
-    step: StepCost,  # of a row of L tokens
-    length: int,  # L
-    optimizer: str,  # muon or adamw
-    bf16: bool = False,  # training under autocast
-    ranks: int = 1,  # processes that train together
-    fsdp: bool = False,  # weights, gradients and optimizer are split over the ranks
+    sizes: DrafterSizes, step: StepCost, length: int, optimizer: str, bf16=False, ranks: int = 1, fsdp: bool = False
 ) -> StepMemory:
-    "Memory of a step of training."
+    """Memory of a step of training on a row of `length` tokens by muon or adamw. bf16: under autocast; ranks: processes
+    that train together, fsdp: over which weights, gradients and optimizer are split."""
     trained, hidden = sizes.trained, sizes.text.hidden_size
     muon = sizes.matrices if optimizer == "muon" else 0
     split, layer, working = 1, 0, step.working

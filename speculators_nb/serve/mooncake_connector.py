@@ -29,10 +29,8 @@ class HostDevice:
         return contextlib.nullcontext()
 
 
-def address_to(
-    master: str,  # HOST:PORT
-) -> str:  # of this machine
-    "The address of this machine on the way to a master. ConnectionError: it does not answer."
+def address_to(master: str) -> str:
+    "The address of this machine on the way to a master (HOST:PORT). ConnectionError: it does not answer."
     host, _, port = master.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), 10) as connection:

@@ -28,15 +28,12 @@ from .vllm_methods import built_in_method, engine_of, method_of_types
 log = logging.getLogger(__name__)
 
 
-def read_config(
-    model: str | os.PathLike,  # folder or hub id
-) -> dict[str, Any]:  # the content of its config.json
-    "A model's config.json; of a hub id only that file is fetched. Errors: FileNotFoundError with the remedy."
+def read_config(model: str | os.PathLike) -> dict[str, Any]:
+    """The content of a model's config.json, by its folder or hub id, of which only that file is fetched. Errors:
+    FileNotFoundError with the remedy."""
     try:
-        if Path(model).is_dir():
-            file = Path(model) / "config.json"
-        else:
-            file = Path(hf_hub_download(str(model), "config.json"))
+        here = Path(model).is_dir()
+        file = Path(model) / "config.json" if here else Path(hf_hub_download(str(model), "config.json"))
     except Exception as e:
         raise FileNotFoundError(
             f"{model}: neither a folder nor a model that could be looked up on the hub "
@@ -61,16 +58,6 @@ MADE_FROM = "made_from.json"  # in a native folder: the weights that it was made
 
 def _class_of(config):
     return SpeculatorModel.registered_model_class_from_config(SpeculatorModelConfig.from_dict(config))
-
-
-def _native_hint(config, engine_version) -> list[str]:
-    "The remedy for a drafter that vLLM serves in another layout; empty: there is none."
-    served_as = method_of_types().get(config["speculators_model_type"], ("", False))
-    engine, kind = engine_of(engine_version), config["speculators_model_type"]
-    served = served_as[0] in engine.served and kind not in engine.unserved
-    if not served or not hasattr(_class_of(config), "save_native"):
-        return []
-    return ["native=FOLDER (--native) writes its own layout there and serves that"]
 
 
 def _native_folder(checkpoint, config, native) -> Path:
@@ -104,14 +91,14 @@ def _check_drafter(checkpoint, config, native, fields, engine_version) -> tuple[
     problems = check_vllm_contract(folder, engine_version)
     if not problems:
         return checkpoint, fields
-    hint = _native_hint(config, engine_version)
-    if native is None or not hint:
+    method, _ = method_of_types().get(kind := config["speculators_model_type"], ("", False))
+    engine = engine_of(engine_version)
+    has_native = method in engine.served and kind not in engine.unserved and hasattr(_class_of(config), "save_native")
+    if native is None or not has_native:
+        hint = ["native=FOLDER (--native) writes its own layout there and serves that"] if has_native else []
         raise ValueError(f"{checkpoint}: vLLM cannot serve it as it is: {'; '.join([*problems, *hint])}")
     proposals = config["speculators_config"]["proposal_methods"] or [{}]
-    served = dict(
-        method=method_of_types()[config["speculators_model_type"]][0],
-        num_speculative_tokens=proposals[0].get("speculative_tokens"),
-    )
+    served = dict(method=method, num_speculative_tokens=proposals[0].get("speculative_tokens"))
     return _native_folder(folder, config, native), served | fields
 
 
@@ -130,40 +117,34 @@ def _target_config(target):
 
 
 def what_to_serve(
-    checkpoint: str | os.PathLike,  # a drafter, or a verifier that needs none: folder or hub id
-    k: int | None = None,  # tokens to draft; None: the checkpoint's; 0: the verifier alone
-    verifier: str | os.PathLike | None = None,  # folder or hub id; None: checkpoint's or itself
-    method: str | None = None,  # a key of `vllm_methods.METHODS`; None: the checkpoint's
-    speculative_config: dict | None = None,  # further fields of `SpeculativeConfig`
-    native: str | os.PathLike | None = None,  # drafter in the engine's layout, if vLLM needs it
-    engine_version: str | None = None,  # of vLLM: 0.32 or 0.33; None: installed, else newest
-) -> Served:  # model to name, --speculative-config to give (None: none)
-    "What vLLM is given. Errors: ValueError with the reasons why it would refuse; FileNotFoundError."
+    checkpoint: str | os.PathLike,
+    k: int | None = None,
+    verifier: str | os.PathLike | None = None,
+    method: str | None = None,
+    speculative_config: dict | None = None,
+    native: str | os.PathLike | None = None,
+    engine_version: str | None = None,
+) -> Served:
+    """What vLLM is given, by arguments of `serve_command`. Errors: ValueError with the reasons why it would refuse;
+    FileNotFoundError."""
     check_options(dict(k=k, method=method, engine_version=engine_version), "serve")
     engine_version = engine_version or installed_engine_version()
     config = read_config(checkpoint)
     fields = dict(speculative_config or {})
-    if k:
-        fields["num_speculative_tokens"] = k
-    if method is not None:
-        fields["method"] = method
+    fields |= {name: v for name, v in dict(num_speculative_tokens=k, method=method).items() if v is not None}
     is_drafter = bool(config.get("speculators_model_type"))
-    target = verifier
-    if not target:
-        target = named_verifier(config, checkpoint) if is_drafter else checkpoint
+    target = verifier or (named_verifier(config, checkpoint) if is_drafter else checkpoint)
     if k == 0:
         return Served(_model_argument(target), None)
     draft = checkpoint if is_drafter or verifier else None
     if is_drafter:
         draft, fields = _check_drafter(checkpoint, config, native, fields, engine_version)
     elif not draft and not fields.keys() & {"method", "model"}:
-        built_in = built_in_method(config)
-        if built_in:
+        if built_in := built_in_method(config):
             fields["method"] = built_in
         elif not fields:
             return Served(_model_argument(target), None)
-    given: dict[str, Any] = {"model": _model_argument(draft)} if draft else {}
-    given |= fields
+    given: dict[str, Any] = ({"model": _model_argument(draft)} if draft else {}) | fields
     checked = SpeculativeConfig(**given, target_model_config=_target_config(target), engine_version=engine_version)
     served = json.loads(checked.to_json())
     if is_drafter and draft is checkpoint and not verifier:  # its config.json has the rest
@@ -172,12 +153,9 @@ def what_to_serve(
     return Served(_model_argument(target), served)
 
 
-def find_verifier(
-    checkpoint: str | os.PathLike,  # as in `what_to_serve`
-    verifier: str | os.PathLike | None = None,  # folder or hub id; None: checkpoint's or itself
-) -> str:  # folder or hub id
-    """The verifier that a server on this machine would load. Errors: FileNotFoundError with the
-    remedy, now and not after the engine's start."""
+def find_verifier(checkpoint: str | os.PathLike, verifier: str | os.PathLike | None = None) -> str:
+    """The verifier (folder or hub id) that a server on this machine would load, by arguments of `serve_command`.
+    Errors: FileNotFoundError with the remedy, now and not after the engine's start."""
     target = what_to_serve(checkpoint, 0, verifier).model
     given = verifier or target == str(checkpoint)
     with contextlib.nullcontext() if given else named_by(checkpoint):
@@ -217,12 +195,11 @@ def serve_command(
     vllm: str = "vllm",  # the executable; the bare name is looked up by `Server`
     engine_version: str | None = None,  # of vLLM: 0.32 or 0.33; None: installed, else newest
 ) -> list[str]:  # arguments, the executable first
-    """The command that serves a checkpoint. Errors: as of `what_to_serve`; ValueError for a key
-    among the arguments, where everybody on the machine can read it."""
+    """The command that serves a checkpoint. Errors: as of `what_to_serve`; ValueError for a key among the arguments,
+    where everybody on the machine can read it."""
     extra = list(map(str, extra))
     arguments = dict(host=host, port=port, dtype=dtype, max_model_len=max_model_len)
-    given = dict(k=k, method=method, enforce_eager=enforce_eager, extra=extra)
-    given["engine_version"] = engine_version
+    given = dict(k=k, method=method, enforce_eager=enforce_eager, extra=extra, engine_version=engine_version)
     check_options(given | arguments, "serve")
     _refuse_secrets(extra)
     engine_version = engine_version or installed_engine_version(vllm)
@@ -242,28 +219,20 @@ def serve_command(
     return command + extra
 
 
-def serve_environment(
-    kv_cache_gib: int | None = None,  # for keys/values on a CPU; None: 1/8 of memory, at most 8
-    env: Mapping | None = None,  # variables that are set; None: of this process
-) -> dict[str, str]:  # variables to add
-    "Variables for vLLM: no usage reports, and settings for processors where there is no accelerator."
+def serve_environment(kv_cache_gib: int | None = None, env: Mapping | None = None) -> dict[str, str]:
+    """Variables to add to `env` (None: of this process) for vLLM: no usage reports, and where there is no accelerator
+    settings for processors. `kv_cache_gib`: for keys and values there; None: 1/8 of memory, at most 8."""
     env = os.environ if env is None else env
     added = {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if not accelerated():
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-        if hasattr(os, "sched_getaffinity"):
-            cores = len(os.sched_getaffinity(0))
-        else:
-            cores = os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         added["VLLM_CPU_KVCACHE_SPACE"] = str(kv_cache_gib or max(1, min(8, int(memory // 8))))
         added["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
         added["OMP_NUM_THREADS"] = str(max(1, cores - 1))  # one for the server's own loop
     return {name: value for name, value in added.items() if name not in env}
 
 
-def as_shell(
-    command: Sequence[str],  # from `serve_command`
-    env: Mapping[str, str] = {},  # from `serve_environment`
-) -> str:  # one line for a shell
-    "A command as a person types it."
+def as_shell(command: Sequence[str], env: Mapping[str, str] = {}) -> str:
+    "A command of `serve_command` with variables of `serve_environment`, as a person types it on one line."
     return " ".join([*(f"{name}={shlex.quote(value)}" for name, value in env.items()), shlex.join(command)])

@@ -48,11 +48,8 @@ def free_port() -> int:  # on the loopback
             return listening.getsockname()[1]
 
 
-def option_value(
-    command: Sequence[str],  # arguments
-    name: str,  # e.g. --port
-) -> str | None:  # None: not among them
-    "The value of an option, written as `--port 1` or `--port=1`."
+def option_value(command: Sequence[str], name: str) -> str | None:
+    "The value of an option, written as `--port 1` or `--port=1`; None: it is not among the arguments."
     for argument, following in zip(command, [*command[1:], ""]):
         option, _, value = argument.partition("=")
         if option == name:
@@ -60,27 +57,11 @@ def option_value(
     return None
 
 
-def log_lines(
-    log: Path,  # output of a server
-) -> list[str]:  # without empty ones
-    "The lines of a log."
+def log_lines(log: Path) -> list[str]:
+    "The lines of a log that are not empty."
     text = log.read_text(errors="replace") if log.exists() else ""
     lines = text.replace("\r", "\n").splitlines()
     return [line.rstrip() for line in lines if line.strip()]
-
-
-def log_tail(
-    log: Path,  # output of a server
-    n: int = 20,  # lines
-) -> str:  # exceptions first, then the end
-    "What a log has for a person who wants to know why a server ended; without secrets."
-    lines = without_secrets(log_lines(log))
-    exception = re.compile(r"((?:\w+\.)*[A-Z]\w*(?:Error|Exception)\b: .*)")
-    found = filter(None, map(exception.search, lines[:-n]))
-    raised = list(dict.fromkeys(match[1] for match in found))[:5]
-    if raised:
-        raised.append("…")
-    return "\n".join([*raised, *lines[-n:]])
 
 
 class Server:
@@ -147,8 +128,7 @@ class Server:
         "Errors: ServerError if it has ended."
         code = None if self.process is None else self.process.poll()
         if code is not None:
-            command = shlex.join(self.command[:3])
-            raise ServerError(f"{command} ended with code {code}:\n{log_tail(self.log)}")
+            raise ServerError(f"{shlex.join(self.command[:3])} ended with code {code}:\n{self.tail()}")
 
     def _signal(self, number) -> bool:
         if self.process is None:
@@ -160,11 +140,8 @@ class Server:
             return False
         return True
 
-    def stop(
-        self,
-        patience: float = 20,  # seconds until it is killed
-    ):
-        "End every process of the group."
+    def stop(self, patience: float = 20):
+        "End every process of the group; `patience`: seconds until it is killed."
         for number, wait in ((signal.SIGTERM, patience), (signal.SIGKILL, 5)):
             if not self._signal(number):
                 break
@@ -174,18 +151,20 @@ class Server:
         if self.process is not None:
             self.process.communicate()  # closes its input, and waits for it
 
-    def tail(
-        self,
-        n: int = 20,  # lines
-    ) -> str:  # exceptions first, then the end
-        "The part of the log that a person wants to read after a failure; without secrets."
-        return log_tail(self.log, n)
+    def tail(self, n: int = 20) -> str:
+        """The part of the log that a person wants to read after a failure, without secrets: exceptions, then the last n
+        lines."""
+        lines = without_secrets(log_lines(self.log))
+        exception = re.compile(r"((?:\w+\.)*[A-Z]\w*(?:Error|Exception)\b: .*)")
+        found = filter(None, map(exception.search, lines[:-n]))
+        raised = list(dict.fromkeys(match[1] for match in found))[:5]
+        if raised:
+            raised.append("…")
+        return "\n".join([*raised, *lines[-n:]])
 
 
-def wait_for(
-    server: Server,  # that was started
-):
-    "Return when it answers. Errors: ServerError if it ends first, or not within its timeout."
+def wait_for(server: Server):
+    "Return when a server that was started answers. Errors: ServerError if it ends first, or not within its timeout."
     endpoint = Endpoint(server.url, api_key_env="VLLM_API_KEY", timeout=5, tries=1)
     start = time.monotonic()
     with tqdm(bar_format="{desc} {elapsed}", desc="starting the server") as bar:
@@ -198,9 +177,8 @@ def wait_for(
             except EndpointError:
                 pass
             if time.monotonic() - start > server.timeout:
-                command = shlex.join(server.command[:3])
                 raise ServerError(
-                    f"{command} did not answer within {server.timeout:g} s; give it a longer "
+                    f"{shlex.join(server.command[:3])} did not answer within {server.timeout:g} s; give it a longer "
                     f"timeout, or see why:\n{server.tail()}"
                 )
             last_line = without_secrets((log_lines(server.log) or [""])[-1])
@@ -208,9 +186,7 @@ def wait_for(
             time.sleep(0.25)
 
 
-def print_log(
-    server: Server,  # that answers
-):
+def print_log(server: Server):
     "Print what a server writes, without secrets, until it ends. Errors: ServerError."
     process: Any = server.process
     with server.log.open(errors="replace") as log:

@@ -23,8 +23,7 @@ from transformers import PretrainedConfig
 
 from ..core.config import check_field_types
 from ..core.files import NotSupported, read_object
-from ..core.options import shown
-from ..core.options import MOST_DRAFTED
+from ..core.options import MOST_DRAFTED, shown
 from ..core.registry import ReloadableBaseModel
 from ..decode.acceptance_rules import RULES, Rule, synthetic
 from ..decode.draft_model import DraftModel
@@ -38,35 +37,11 @@ from ..models.base import SpeculatorModel
 from ..models.convert import convert
 from ..verifier.row_limits import rope_of
 from ..verifier.tapped_model import Verifier
-from .vllm_methods import (
-    DOCUMENTED_SAMPLING,
-    LOAD_FIELDS,
-    METHOD_OF_NAME,
-    METHODS,
-    MTP_FAMILIES,
-    NEWEST,
-    RUN_ONCE,
-    DraftSampling,
-    Engine,
-    Method,
-    default_length,
-    engine_of,
-    find_field,
-    is_omni,
-    line_name,
-    lines_with,
-    method_in_config,
-    method_in_name,
-    method_of_types,
-    mtp_head,
-    names_python_class,
-    omni_problem,
-    predicted_tokens,
-    quantization_problem,
-    served_architecture,
-    served_length,
-    text_part,
-)
+from .vllm_methods import DOCUMENTED_SAMPLING, LOAD_FIELDS, METHOD_OF_NAME, METHODS, MTP_FAMILIES, NEWEST, RUN_ONCE
+from .vllm_methods import DraftSampling, Engine, Method, default_length, engine_of, find_field, is_omni, line_name
+from .vllm_methods import lines_with, method_in_config, method_in_name, method_of_types, mtp_head, names_python_class
+from .vllm_methods import omni_problem, predicted_tokens, quantization_problem, served_architecture, served_length
+from .vllm_methods import text_part
 
 
 class ParallelConfig(BaseModel):
@@ -266,7 +241,9 @@ class SpeculativeConfig(ReloadableBaseModel):
         self._target = config_of(self.target_model_config) or {}
         if self.tensor_parallel_size is not None:
             self.refuse("tensor_parallel_size", "is the target's; write draft_tensor_parallel_size for the draft")
-        _check_release_line(self)
+        for name in sorted(self._given - {"speculative_token_tree"}):  # a chain is no tree
+            _check_field(self, name, self.engine_version)
+        _check_verification(self, self.engine_version)
         trained_parallel = _find_method(self)
         if trained_parallel or self.spec.parallel is True:
             self.parallel_drafting = True
@@ -284,17 +261,15 @@ class SpeculativeConfig(ReloadableBaseModel):
         _check_target(self)
         _check_dspark_topk(self)
         _check_xpress(self)
-        _check_omni(self)
+        if self.method == "dspark" and self._draft and is_omni(self._target):
+            text = text_part(self._target)
+            if problem := omni_problem(self._draft, text, self.num_speculative_tokens or 0, self.model):
+                raise ValueError(problem)
         self.draft_model_config = _made_draft_config(self)
         return self
 
-    def refuse(
-        self,
-        name: str,  # of a field
-        why: str,  # follows on the name and the value in the message
-        error: type[ValueError] = ValueError,  # or NotSupported
-    ) -> NoReturn:
-        "Raise an error about a field."
+    def refuse(self, name: str, why: str, error: type[ValueError] = ValueError) -> NoReturn:
+        "Raise an error about a field: its name, its value, and why."
         raise error(f"{name}={getattr(self, name)!r} {why}")
 
     # ---- what follows from the fields
@@ -347,16 +322,18 @@ class SpeculativeConfig(ReloadableBaseModel):
 
     @property
     def draft_parallel_config(self) -> ParallelConfig | None:  # None: the target's is not known
-        "How the drafter is spread over devices; suffix decoding runs on none."
+        """How the drafter is spread over the target's devices: not in stages, and its experts only if it has some (vLLM
+        0.32, config/speculative.py); suffix decoding runs on none."""
         target = self.target_parallel_config
         if target is None or self.method == "suffix":
             return None
         if not self.spec.weights:
             return target
         counts = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-        numbers = [find_field(self._draft, name) for name in counts]
-        experts = next(filter(None, numbers), 0) if self._draft else None
-        return create_draft_parallel_config(target, self.draft_tensor_parallel_size or 1, experts)
+        has_experts = not self._draft or any(find_field(self._draft, name) for name in counts)
+        changed = dict(pipeline_parallel_size=1, tensor_parallel_size=self.draft_tensor_parallel_size or 1)
+        changed["enable_expert_parallel"] = target.enable_expert_parallel and has_experts
+        return target.model_copy(update=changed)
 
     @property
     def aux_layer_ids(self) -> tuple[int, ...]:  # empty: the config has none
@@ -487,11 +464,9 @@ class SpeculativeConfig(ReloadableBaseModel):
 
     # ---- what is made of it
 
-    def to_json(
-        self,
-        engine_version: str | None = None,  # a key of ENGINES; None: the config's, else newest
-    ) -> str:  # for --speculative-config; what is at its default is left out
-        "This config as JSON for an engine. Errors: ValueError naming what that engine cannot be given."
+    def to_json(self, engine_version: str | None = None) -> str:
+        """This config as JSON for --speculative-config of an engine (a key of ENGINES; None: the config's, else the
+        newest); what is at its default is left out. Errors: ValueError naming what that engine cannot be given."""
         return json.dumps(_fields_for(self, engine_version or self.engine_version or NEWEST))
 
     def rule(self) -> Rule:  # of `decode.acceptance_rules`
@@ -568,20 +543,6 @@ def model_name(model: Any, config: dict[str, Any]) -> str | None:
     return str(model) if isinstance(model, (str, Path)) else config.get("_name_or_path")
 
 
-def create_draft_parallel_config(
-    target_parallel_config: ParallelConfig,
-    speculative_draft_tensor_parallel_size: int,  # devices for each layer of the draft
-    experts: int | None = None,  # of the draft; None: not known
-) -> ParallelConfig:  # as the target's, in one stage (vLLM 0.32 config/speculative.py)
-    "How the draft is spread over the target's devices: not in stages, and its experts only if it has some."
-    changed = dict(
-        pipeline_parallel_size=1,
-        tensor_parallel_size=speculative_draft_tensor_parallel_size,
-        enable_expert_parallel=target_parallel_config.enable_expert_parallel and experts != 0,
-    )
-    return target_parallel_config.model_copy(update=changed)
-
-
 def parse_token_tree(text: str | Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """Read a token tree, "[(0,), (1,), (0, 0)]" or the list itself, breadth first. Errors: ValueError saying which path
     is wrong, and how."""
@@ -591,11 +552,9 @@ def parse_token_tree(text: str | Sequence[Sequence[int]]) -> list[tuple[int, ...
         raise ValueError(f"speculative_token_tree: {e}") from None
 
 
-def length_to_rates(
-    length: float,  # mean acceptance length in [1, n + 1]: accepted tokens and the bonus token
-    n: int,  # drafted tokens in a step
-) -> list[float]:  # [n] unconditional rates; they add up to length - 1
-    "The schedule of least variance with this mean acceptance length: ones, one fraction, zeros."
+def length_to_rates(length: float, n: int) -> list[float]:
+    """Unconditional rates [n] of least variance with this mean acceptance length in [1, n + 1], the bonus token
+    counted, of n drafted tokens a step: ones, one fraction, zeros; they add up to length - 1."""
     if not 1 <= length <= n + 1:
         raise ValueError(
             f"synthetic_acceptance_length={length} must lie in [1, {n + 1}]: a step writes one token and at most "
@@ -615,12 +574,10 @@ def conditional_rates(rates: Sequence[float]) -> list[float]:
 # ---- checks: each takes a config whose fields have their types, and names a field where it refuses
 
 
-def _check_release_line(config: SpeculativeConfig):
-    missing = config.engine.missing_fields - {"speculative_token_tree"}  # a chain is no tree
-    for name in sorted(missing & config._given):
-        lines = lines_with(lambda row, name=name: name not in row.missing_fields)
-        config.refuse(name, f"is a field of {lines}, not of {line_name(config.engine_version)}")
-    _check_verification(config, config.engine_version)
+def _check_field(config: SpeculativeConfig, name: str, engine_version: str | None):
+    if name in engine_of(engine_version).missing_fields:
+        lines = lines_with(lambda row: name not in row.missing_fields)
+        config.refuse(name, f"is a field of {lines}, not of {line_name(engine_version)}")
 
 
 def _check_verification(config: SpeculativeConfig, engine_version: str | None):
@@ -907,17 +864,16 @@ def _check_drafting(config: SpeculativeConfig):
         _warn_without_effect(config, "parallel_drafting", f"is nothing that method={method!r} can do")
     if config.draft_model_config and method == "suffix":
         config.refuse("draft_model_config", "is of no model; leave it out")
+    for name, reader in (("index_share_for_mtp_iteration", "mtp"), ("use_heterogeneous_vocab", "draft_model")):
+        if getattr(config, name) not in (None, type(config).model_fields[name].default) and method != reader:
+            config.refuse(name, f"is for method={reader!r}, this is {method!r}; leave it out")
     headless = method not in ("eagle", "eagle3", "mtp") or config.use_gemma4_mtp()
-    if config.index_share_for_mtp_iteration is not None and method != "mtp":
-        config.refuse("index_share_for_mtp_iteration", f"is for method='mtp', this is {method!r}; leave it out")
     if config.draft_lm_head_quantization is not None and headless:
         config.refuse(
             "draft_lm_head_quantization",
             "is for drafts that share the target's head: eagle, eagle3 and mtp (but Gemma 4's); this is "
             f"{method!r}; leave it out",
         )
-    if config.use_heterogeneous_vocab and not config.uses_draft_model():
-        config.refuse("use_heterogeneous_vocab", f"is for method='draft_model', this is {method!r}; leave it out")
 
 
 def _check_sampling(config: SpeculativeConfig):
@@ -1104,14 +1060,6 @@ def _check_xpress(config: SpeculativeConfig):
         )
 
 
-def _check_omni(config: SpeculativeConfig):
-    "A DSpark draft for Qwen3-Omni."
-    if config.method == "dspark" and config._draft and is_omni(config._target):
-        tokens, text = config.num_speculative_tokens or 0, text_part(config._target)
-        if problem := omni_problem(config._draft, text, tokens, config.model):
-            raise ValueError(problem)
-
-
 def _made_draft_config(config: SpeculativeConfig) -> dict[str, Any] | None:
     "As vLLM makes it: the draft's config, or the target's where there is no draft; None: neither is known."
     stated = (config.draft_model_config or {}).get("hf_config") or {}
@@ -1147,9 +1095,12 @@ def _fields_for(config: SpeculativeConfig, engine_version: str) -> dict[str, Any
         del values["speculative_token_tree"]
     for name in sorted(engine.missing_fields & values.keys()):
         if values.pop(name) != defaults[name]:
-            lines = lines_with(lambda row, name=name: name not in row.missing_fields)
-            config.refuse(name, f"is a field of {lines}, not of {line}")
-    values["method"] = _emitted_method(config)
+            _check_field(config, name, engine_version)
+    has_parts = text_part(config._target) is not config._target
+    if config._as_medusa:  # whatever it is then served as
+        values["method"] = "medusa"
+    elif config.method == "medusa" and has_parts:  # vLLM must find the method itself
+        values["method"] = None
     values["draft_model_config"] = _stated_draft_config(config)
     named = config.spec.weights or config.method == "custom_class"
     if config._in_target or not named:
@@ -1174,21 +1125,12 @@ def _fields_for(config: SpeculativeConfig, engine_version: str) -> dict[str, Any
 def _documented_method(config: SpeculativeConfig) -> str:
     "The pair (verification, draft) as the one name that the documented line has for it."
     pair = (config.verification, config.draft_sample_method)
-    for name, same in DOCUMENTED_SAMPLING.items():
-        if same == pair:
-            return name
+    if found := [name for name, same in DOCUMENTED_SAMPLING.items() if same == pair]:
+        return found[0]
     raise ValueError(
         f"rejection_sample_method={pair[0]!r} with draft_sample_method={pair[1]!r} has no equivalent in the documented "
         f"line; it has {', '.join(DOCUMENTED_SAMPLING)}"
     )
-
-
-def _emitted_method(config: SpeculativeConfig) -> str | None:
-    "The method that makes vLLM read the draft as here; None: it must find the method itself."
-    if config._as_medusa:  # whatever it is then served as
-        return "medusa"
-    has_parts = text_part(config._target) is not config._target
-    return None if config.method == "medusa" and has_parts else config.method
 
 
 def _stated_draft_config(config: SpeculativeConfig) -> dict[str, Any] | None:
@@ -1226,14 +1168,9 @@ class WrappedDrafter:
 class ArgmaxDrafter(WrappedDrafter):
     "Another drafter's most likely tokens at every temperature: a point mass, not a sample."
 
-    def propose(
-        self,
-        tokens: Tensor,  # [n] all decided tokens
-        features: Tensor | None,  # [m, A·H] hidden states that are new since the last call
-        k: int,
-        sampling: Sampling,  # not used
-    ) -> TokenTree:  # without probabilities
-        "Draft greedily."
+    def propose(self, tokens: Tensor, features: Tensor | None, k: int, sampling: Sampling) -> TokenTree:
+        """Draft greedily, without probabilities, whatever the sampling: tokens [n] are all decided ones, features
+        [m, A·H] the hidden states that are new since the last call."""
         tree = copy.copy(self.drafter.propose(tokens, features, k, Sampling()))
         tree.probs = None
         return tree
@@ -1243,12 +1180,8 @@ class LimitedDrafter(WrappedDrafter):
     """Another drafter, for texts that end within its context, draft included. A longer text is decoded without drafts
     (vLLM 0.32, v1/worker/gpu_model_runner.py)."""
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        longest: int,  # text with its draft, in tokens
-        depth: int,  # of a draft, whatever is left to write
-    ):
+    def __init__(self, drafter: Drafter, longest: int, depth: int):
+        "longest: a text with its draft, in tokens; depth: of a draft, whatever is left to write."
         super().__init__(drafter)
         self.longest = longest - depth
 
@@ -1314,12 +1247,10 @@ def _trained_drafter(config: SpeculativeConfig, verifier: Verifier) -> Drafter:
 
 
 def speculate(
-    verifier: Verifier,  # writes the text
-    config: SpeculativeConfig | dict,  # a dictionary becomes a config for this verifier
-    prompt_ids: Tensor | list,  # one request or several, as for `generate`
-    **kwargs,  # of `generate`: max_new_tokens, sampling, eos_token_ids
-) -> Generation | list[Generation]:  # tokens and steps
-    "Decode as a config describes. A schedule for batch sizes is applied to the number of requests that are given."
+    verifier: Verifier, config: SpeculativeConfig | dict, prompt_ids: Tensor | list, **kwargs
+) -> Generation | list[Generation]:
+    """Decode one request or several as a config describes (a dictionary becomes one for this verifier); prompts and
+    further arguments are as for `generate`. A schedule for batch sizes is applied to the number of requests."""
     if isinstance(config, dict):
         fields: dict[str, Any] = {"target_model_config": verifier.config} | config
         config = SpeculativeConfig(**fields)

@@ -33,24 +33,17 @@ class Done:
         return True
 
 
-def cached_rows(
-    cache: torch.Tensor,  # [blocks, A+1, block_size, H]
-    block_ids: list[int],  # the request's blocks, in the order of its tokens
-    n: int,  # its tokens
-) -> torch.Tensor:  # [n, A+1, H], a copy
-    "The states of one request, out of the paged cache."
+def cached_rows(cache: torch.Tensor, block_ids: list[int], n: int) -> torch.Tensor:
+    """The states [n, A+1, H] of one request of n tokens, a copy out of the paged cache [blocks, A+1, block_size, H].
+    `block_ids`: its blocks, in the order of its tokens."""
     size = cache.shape[2]
     slots = (torch.tensor(block_ids)[:, None] * size + torch.arange(size)).flatten()[:n]
     return cache[slots // size, :, slots % size]
 
 
-def write_whole(
-    tensors: dict,  # hidden_states, token_ids
-    event,  # what to wait for before they hold the numbers
-    filename: str,  # the file
-    lock_fd: int | None,  # held while this runs
-) -> None:
-    "Write to a temporary name, then rename; the lock is released in any case."
+def write_whole(tensors: dict, event, filename: str, lock_fd: int | None) -> None:
+    """Write hidden_states and token_ids to a temporary name once `event` says that they hold the numbers, then rename;
+    the lock is released in any case."""
     path = Path(filename)
     beside = path.with_name(f".{path.name}")
     try:
@@ -66,21 +59,15 @@ def write_whole(
             os.close(lock_fd)
 
 
-def file_for(
-    storage: str,  # the folder that client and server share
-    request: str,  # the request's name, which its client has chosen
-) -> str:  # storage/NAME.safetensors, whatever the name holds
-    "Where the states of a request go: directly in the folder."
+def file_for(storage: str, request: str) -> str:
+    """Where the states of a request go: storage/NAME.safetensors, directly in the folder that client and server share,
+    whatever the name holds that its client has chosen."""
     return os.path.join(storage, re.sub(r"[^\w.-]", "_", request)[-200:] + ".safetensors")
 
 
-def say_what_is_served(
-    storage,  # the folder that client and server share
-    model: str,  # name or folder of the verifier
-    layer_ids: list[int],  # of the slots, last included
-    dtype: str,  # of the states
-) -> None:
-    "Write extraction.json, whole or not at all."
+def say_what_is_served(storage, model: str, layer_ids: list[int], dtype: str) -> None:
+    """Write extraction.json, whole or not at all, in the folder that client and server share: the verifier's name or
+    folder, the layers of the slots (last included), the dtype of the states."""
     file = Path(storage) / "extraction.json"
     file.parent.mkdir(parents=True, exist_ok=True)
     beside = file.with_name(f".extraction.{os.getpid()}.json")
@@ -105,9 +92,8 @@ class HiddenStatesConnector(ExampleHiddenStatesConnector):
             config = self._vllm_config
             draft = config.speculative_config.draft_model_config.hf_config
             ids = draft.eagle_aux_hidden_state_layer_ids
-            say_what_is_served(
-                self._storage_path, config.model_config.model, ids, str(self._kv_cache.dtype).removeprefix("torch.")
-            )
+            dtype = str(self._kv_cache.dtype).removeprefix("torch.")
+            say_what_is_served(self._storage_path, config.model_config.model, ids, dtype)
 
     def _submit_async_write(self, pending):
         if not self._is_tp_rank_zero:

@@ -16,7 +16,6 @@ from importlib.resources import files
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig
 
 from speculators_nb.core.checkpoints import (
     checkpoint_index,
@@ -169,18 +168,6 @@ def _check_fields(config: dict) -> list[str]:
     return found
 
 # %% ../../nbs/serve/02_vllm_contract.ipynb #0c0de003
-def _check_mapping(model, mapping) -> list[str]:
-    "Violations of the mapping between draft and target token ids."
-    if model.t2d is None or len(mapping) < 2:
-        return []
-    V, Vd = model.target_vocab_size, model.config.draft_vocab_size
-    try:
-        check_vocab_mapping(mapping["t2d"], mapping["d2t"], V, Vd)
-    except ValueError as e:
-        return [str(e)]
-    return []
-
-
 def _check_tensors(folder, model) -> list[str]:
     "Violations in names, shapes, dtypes and values of the stored tensors, against the model."
     try:
@@ -212,24 +199,19 @@ def _check_tensors(folder, model) -> list[str]:
             found.append(problem)
         if name in ("t2d", "d2t"):
             mapping[name] = tensor
-    return found + _check_mapping(model, mapping)
+    if len(mapping) == 2:
+        try:
+            V, Vd = model.target_vocab_size, model.config.draft_vocab_size
+            check_vocab_mapping(mapping["t2d"], mapping["d2t"], V, Vd)
+        except ValueError as e:
+            found.append(str(e))
+    return found
 
 # %% ../../nbs/serve/02_vllm_contract.ipynb #0c0de005
-def _verifier_config(config: dict) -> PretrainedConfig | None:
-    "The verifier's own configuration, where its folder can be read here."
-    name = _verifier_name(_block(config, "speculators_config"))
-    if not name or not (Path(name) / "config.json").is_file():
-        return None
-    return text_config(verifier_config(name))
-
-
-def _warn_of_other_weights(folder, raw):
-    "Log that the verifier that a checkpoint names is not the one that it was trained for."
+def _verifier_here(raw) -> str | None:
+    "The folder of the verifier that a checkpoint names, where it can be read here."
     name = _verifier_name(_block(raw, "speculators_config"))
-    if not name or not (Path(name) / "config.json").is_file():
-        return
-    if problem := trained_for_another(folder, name):
-        log.warning("warning: %s", problem)
+    return name if name and (Path(name) / "config.json").is_file() else None
 
 
 def _rules_of(klass, raw) -> list[str]:
@@ -237,7 +219,9 @@ def _rules_of(klass, raw) -> list[str]:
     if klass.vllm_method() and hasattr(klass, "serving_warnings"):
         for warning in klass.serving_warnings(raw):
             log.warning("warning: %s", warning)
-    return list(klass.serving_violations(raw, _verifier_config(raw)))
+    verifier = _verifier_here(raw)
+    config = text_config(verifier_config(verifier)) if verifier else None
+    return list(klass.serving_violations(raw, config))
 
 
 def _line_problems(klass, kind, engine_version) -> list[str]:
@@ -282,7 +266,9 @@ def check_vllm_contract(
         found.append("transformer_layer_config is missing; it must describe the draft layers")
     klass = SpeculatorModel.registered_model_class_from_config(config)
     found += _line_problems(klass, kind, engine_version)
-    _warn_of_other_weights(folder, raw)
+    verifier = _verifier_here(raw)
+    if verifier and (problem := trained_for_another(folder, verifier)):
+        log.warning("warning: %s", problem)
     try:
         with torch.device("meta"):
             model = klass(config)

@@ -74,7 +74,7 @@ class MTPFamily(NamedTuple):
     lines: tuple[str, ...] = ("documented", "0.32", "0.33")  # that know it
 
 
-DOCUMENTED_FAMILIES = [
+MTP_FAMILIES = [
     MTPFamily("deepseek_mtp", ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")),
     MTPFamily("pangu_ultra_moe_mtp", ("pangu_ultra_moe",)),
     MTPFamily("mimo_mtp", ("MiMoForCausalLM",)),
@@ -96,45 +96,32 @@ DOCUMENTED_FAMILIES = [
     MTPFamily("step3p5_mtp", ("step3p5", "Step3p5ForCausalLM"), missing=1),
     MTPFamily("hy_v3_mtp", ("hy_v3",)),
 ]
-
-NEW = ("0.32", "0.33")
-NEW_FAMILIES = [
-    MTPFamily("deepseek_mtp", ("deepseek_v4", "deepseek_v41"), lines=NEW),
-    MTPFamily("mimo_v2_mtp", ("MiMoV2ForCausalLM",), 1, lines=NEW),
-    MTPFamily("glm5_next_mtp", ("glm5_next",), lines=NEW),
-    MTPFamily("nemotron_h_mtp", ("NemotronH_Omni_Reasoning_V3",), missing=0, lines=NEW),
-    MTPFamily(
-        "qwen3_5_mtp",
-        ("qwen3_5_text", "qwen3_5_moe_text", "intern_s2_preview", "interns2_mobius"),
-        "mtp_num_hidden_layers",
-        lines=NEW,
-    ),
-    MTPFamily(
-        "qwen4_exp_mtp", ("qwen4_exp", "qwen4_exp_text"), "mtp_num_hidden_layers num_nextn_predict_layers", lines=NEW
-    ),
-    MTPFamily("step3p5_mtp", ("step3p7", "Step3p7ForConditionalGeneration"), missing=1, lines=NEW),
-    MTPFamily("hy_v4_mtp", ("hy_v4",), lines=NEW),
-    MTPFamily("kimi_k3_mtp", ("kimi_k3",), lines=NEW),
-    MTPFamily(
-        "bailing_hybrid_v3_mtp", ("BailingMoeV3ForCausalLM", "BailingMoeV3VLForConditionalGeneration"), lines=NEW
-    ),
-    MTPFamily("bailing_hybrid_mtp", ("bailing_hybrid", "BailingMoeV2_5ForCausalLM"), lines=NEW),
-    MTPFamily("dots3_note_mtp", ("dots3_note",), missing=1, lines=NEW),
-    MTPFamily("inkling_mtp", ("inkling_mm_model", "inkling_model"), missing=0, lines=NEW),
-    MTPFamily(
-        "minimax_m3_mtp", ("minimax_m3_vl", "MiniMaxM3SparseForConditionalGeneration"), "num_mtp_modules", 1, lines=NEW
-    ),
-    MTPFamily("gemma4_mtp", ("gemma4_assistant", "gemma4_unified_assistant"), 1, lines=NEW),
-    # Nemotron Parse 3.5, one token
-    MTPFamily("mtp", ("RadioMBartPrefixForCausalLM",), 1, needs="decoder.causal_vision_prefix", lines=("0.33",)),
-    MTPFamily(
-        "step5_mtp",
-        ("step5", "step5_vl", "Step5ForCausalLM", "Step5ForConditionalGeneration"),
-        missing=1,
-        lines=("0.33",),
-    ),
+QWEN_TEXTS = ("qwen3_5_text", "qwen3_5_moe_text", "intern_s2_preview", "interns2_mobius")
+SINCE_032 = [
+    MTPFamily("deepseek_mtp", ("deepseek_v4", "deepseek_v41")),
+    MTPFamily("mimo_v2_mtp", ("MiMoV2ForCausalLM",), 1),
+    MTPFamily("glm5_next_mtp", ("glm5_next",)),
+    MTPFamily("nemotron_h_mtp", ("NemotronH_Omni_Reasoning_V3",), missing=0),
+    MTPFamily("qwen3_5_mtp", QWEN_TEXTS, "mtp_num_hidden_layers"),
+    MTPFamily("qwen4_exp_mtp", ("qwen4_exp", "qwen4_exp_text"), "mtp_num_hidden_layers num_nextn_predict_layers"),
+    MTPFamily("step3p5_mtp", ("step3p7", "Step3p7ForConditionalGeneration"), missing=1),
+    MTPFamily("hy_v4_mtp", ("hy_v4",)),
+    MTPFamily("kimi_k3_mtp", ("kimi_k3",)),
+    MTPFamily("bailing_hybrid_v3_mtp", ("BailingMoeV3ForCausalLM", "BailingMoeV3VLForConditionalGeneration")),
+    MTPFamily("bailing_hybrid_mtp", ("bailing_hybrid", "BailingMoeV2_5ForCausalLM")),
+    MTPFamily("dots3_note_mtp", ("dots3_note",), missing=1),
+    MTPFamily("inkling_mtp", ("inkling_mm_model", "inkling_model"), missing=0),
+    MTPFamily("minimax_m3_mtp", ("minimax_m3_vl", "MiniMaxM3SparseForConditionalGeneration"), "num_mtp_modules", 1),
+    MTPFamily("gemma4_mtp", ("gemma4_assistant", "gemma4_unified_assistant"), 1),
 ]
-MTP_FAMILIES = [*DOCUMENTED_FAMILIES, *NEW_FAMILIES]
+STEP5 = ("step5", "step5_vl", "Step5ForCausalLM", "Step5ForConditionalGeneration")
+SINCE_033 = [
+    # Nemotron Parse 3.5, one token
+    MTPFamily("mtp", ("RadioMBartPrefixForCausalLM",), 1, needs="decoder.causal_vision_prefix"),
+    MTPFamily("step5_mtp", STEP5, missing=1),
+]
+MTP_FAMILIES += [family._replace(lines=("0.32", "0.33")) for family in SINCE_032]
+MTP_FAMILIES += [family._replace(lines=("0.33",)) for family in SINCE_033]
 
 
 def find_field(config: dict[str, Any], name: str, default: Any = None) -> Any:
@@ -164,11 +151,9 @@ def first_of(draft: dict[str, Any], *places: str) -> Any:
     return None
 
 
-def mtp_head(
-    config: dict[str, Any],  # a verifier's config.json, or one that is already a head's
-    engine_version: str | None = None,  # a key of ENGINES; None: any
-) -> tuple[str, int | None] | None:  # its model_type, and its tokens if known; None: no head
-    "Find a verifier's MTP head in `MTP_FAMILIES`."
+def mtp_head(config: dict[str, Any], engine_version: str | None = None) -> tuple[str, int | None] | None:
+    """model_type of a verifier's MTP head in `MTP_FAMILIES`, and its tokens if known; None: no head. `config`: the
+    verifier's config.json, or one that is already a head's; `engine_version`: a key of ENGINES, None: any."""
     kind = str(config.get("model_type"))
     words = {kind, *(config.get("architectures") or [])[:1]}
     if "exaone4_5" in kind:
@@ -221,14 +206,11 @@ def _attention_sizes(config: dict[str, Any]) -> dict[str, Any]:
     return dict(num_attention_heads=heads, num_key_value_heads=key_value, head_dim=size)
 
 
-def omni_problem(
-    draft: dict[str, Any],  # its config.json
-    text: dict[str, Any],  # the thinker's text model
-    tokens: int,  # num_speculative_tokens
-    model: str | None,  # the draft, as messages name it
-) -> str | None:  # a field, its value and what is needed; None: it fits
-    """What vLLM refuses in a DSpark draft for Qwen3-Omni: it wants the sizes of the thinker's text model, layers of the
-    thinker in order, the vanilla Markov head, a block as long as the draft, and positions of one dimension."""
+def omni_problem(draft: dict[str, Any], text: dict[str, Any], tokens: int, model: str | None) -> str | None:
+    """What vLLM refuses in a DSpark draft for Qwen3-Omni, by the config.json of the draft and of the thinker's text
+    model: a field, its value and what is needed; None: it fits. It wants the sizes of the thinker's text model, layers
+    of the thinker in order, the vanilla Markov head, a block as long as the draft (`tokens`), and positions of one
+    dimension."""
 
     def of_drafter(*names):  # a field of drafters is in one of two parts, or in none
         return first_of(draft, *(place for n in names for place in (f"dflash_config.{n}", f"eagle_config.{n}", n)))
@@ -242,20 +224,13 @@ def omni_problem(
     aux = of_drafter("use_aux_hidden_state")
     rank, head = draft.get("markov_rank"), draft.get("markov_head_type")
     anchor, bonus = draft.get("sample_from_anchor", True), draft.get("dspark_bonus_anchor")
-    has, needed = _attention_sizes(draft), _attention_sizes(text)
-    has |= {name: draft.get(name) for name in ("target_hidden_size", "hidden_size")}
     hidden = text.get("hidden_size")
-    needed = dict(target_hidden_size=hidden, hidden_size=hidden) | needed
+    needed = dict(target_hidden_size=hidden, hidden_size=hidden) | _attention_sizes(text)
+    has = draft | _attention_sizes(draft)
     vocabulary, most = draft.get("vocab_size"), text.get("vocab_size", float("inf"))
     drafted = first_of(draft, "draft_vocab_size", "vocab_size")
-    mask = first_of(
-        draft,
-        "dflash_config.mask_token_id",
-        "mask_token_id",
-        "dspark_noise_token_id",
-        "pard_token",
-        "ptd_token_id",
-    )
+    masks = "dflash_config.mask_token_id mask_token_id dspark_noise_token_id pard_token ptd_token_id"
+    mask = first_of(draft, *masks.split())
     is_a_token = is_count(vocabulary) and is_count(mask, 0, vocabulary - 1)
     ropes = [draft.get(name) or {} for name in ("rope_parameters", "rope_scaling")]
     mrope = any("mrope_section" in part for part in (draft, *ropes))
@@ -269,7 +244,7 @@ def omni_problem(
         ("markov_head_type", head, head == "vanilla", "vanilla"),
         ("sample_from_anchor", anchor, anchor is True, "true"),
         ("dspark_bonus_anchor", bonus, bonus in (None, False), "false"),
-        *((name, has[name], has[name] == size, f"the thinker's {size}") for name, size in needed.items()),
+        *((name, has.get(name), has.get(name) == size, f"the thinker's {size}") for name, size in needed.items()),
         ("vocab_size", vocabulary, is_count(vocabulary), "a positive number"),
         ("draft_vocab_size", drafted, is_count(drafted, 1, most), f"1 to {most}"),
         ("mask_token_id", mask, is_a_token, "one of the draft's tokens"),
@@ -285,41 +260,45 @@ def omni_problem(
 
 
 # Words of fields that choose kernels, number formats or loaders. They are of no use to our decoder; but a misspelt one
-# should not be found out when the server starts. These are vLLM 0.32's; 0.33 adds a few (its row of ENGINES).
-ATTENTION_BACKENDS = words(
-    """FLASH_ATTN FLASH_ATTN_DIFFKV TRITON_ATTN TRITON_ATTN_DIFFKV TRITON_FLASH_ATTN ROCM_ATTN
-    ROCM_SEGMENTED_ATTN ROCM_AITER_MLA ROCM_AITER_TRITON_MLA ROCM_AITER_FA
-    ROCM_AITER_MLA_SPARSE XPU_MLA_SPARSE TORCH_SDPA FLASHINFER TRITON_FLASHINFER
-    FLASHINFER_MLA TOKENSPEED_MLA FLASHINFER_MLA_SPARSE FLASHINFER_MLA_SPARSE_SM120
-    FLASHINFER_MLA_SPARSE_SM90 TRITON_MLA CUTLASS_MLA FLASHMLA FLASHMLA_SPARSE
-    FLASHMLA_SPARSE_DSV4 FLASHINFER_MLA_SPARSE_DSV4 ROCM_FLASHMLA_SPARSE_DSV4
-    FLASHMLA_SPARSE_DSV41 FLASHINFER_MLA_SPARSE_DSV41 FLASHMLA_MEGA_ATTN_DSV41 B12X
-    FLASH_ATTN_MLA FLASH_ATTN_MLA_SPARSE MINIMAX_M3_SPARSE CUTLASS_MSA TRITON_MSA
-    NO_ATTENTION FLEX_ATTENTION HPC_ATTN ROCM_AITER_UNIFIED_ATTN CPU_ATTN CPU_MLA AMX_MLA
-    TURBOQUANT ULTRAQUANT CUSTOM"""
-)
-KV_CACHE_DTYPES = words(
-    """auto float16 bfloat16 fp8 fp8_e4m3 fp8_e5m2 fp8_inc fp8_ds_mla nvfp4_ds_mla
-    turboquant_k8v4 turboquant_4bit_nc turboquant_k3v4_nc turboquant_3bit_nc ultraquant_4bit
-    int4_per_token_head int8_per_token_head fp8_per_token_head nvfp4 nvfp4_4over6"""
-)
-MOE_BACKENDS = words(
-    """auto triton batched_triton deep_gemm deep_gemm_mega_moe cutlass flashinfer_trtllm
-    flashinfer_cutlass flashinfer_cutedsl flashinfer_moe_ep_cutedsl flashinfer_b12x b12x
-    flashinfer_moe_ep_mega_deep_gemm marlin humming triton_unfused aiter aiter_mega_moe
-    aiter_triton_mxfp4_bf16 flydsl hpc emulation rdna3"""
-)
-LOAD_FIELDS = words(  # of vLLM's LoadConfig
+# should not be found out when the server starts. These are vLLM 0.32's.
+BACKENDS = {
+    "attention_backend": words(
+        """FLASH_ATTN FLASH_ATTN_DIFFKV TRITON_ATTN TRITON_ATTN_DIFFKV TRITON_FLASH_ATTN ROCM_ATTN ROCM_SEGMENTED_ATTN
+        ROCM_AITER_MLA ROCM_AITER_TRITON_MLA ROCM_AITER_FA ROCM_AITER_MLA_SPARSE XPU_MLA_SPARSE TORCH_SDPA FLASHINFER
+        TRITON_FLASHINFER FLASHINFER_MLA TOKENSPEED_MLA FLASHINFER_MLA_SPARSE FLASHINFER_MLA_SPARSE_SM120
+        FLASHINFER_MLA_SPARSE_SM90 TRITON_MLA CUTLASS_MLA FLASHMLA FLASHMLA_SPARSE FLASHMLA_SPARSE_DSV4
+        FLASHINFER_MLA_SPARSE_DSV4 ROCM_FLASHMLA_SPARSE_DSV4 FLASHMLA_SPARSE_DSV41 FLASHINFER_MLA_SPARSE_DSV41
+        FLASHMLA_MEGA_ATTN_DSV41 B12X FLASH_ATTN_MLA FLASH_ATTN_MLA_SPARSE MINIMAX_M3_SPARSE CUTLASS_MSA TRITON_MSA
+        NO_ATTENTION FLEX_ATTENTION HPC_ATTN ROCM_AITER_UNIFIED_ATTN CPU_ATTN CPU_MLA AMX_MLA TURBOQUANT ULTRAQUANT
+        CUSTOM"""
+    ),
+    "kv_cache_dtype": words(
+        """auto float16 bfloat16 fp8 fp8_e4m3 fp8_e5m2 fp8_inc fp8_ds_mla nvfp4_ds_mla turboquant_k8v4
+        turboquant_4bit_nc turboquant_k3v4_nc turboquant_3bit_nc ultraquant_4bit int4_per_token_head
+        int8_per_token_head fp8_per_token_head nvfp4 nvfp4_4over6"""
+    ),
+    "moe_backend": words(
+        """auto triton batched_triton deep_gemm deep_gemm_mega_moe cutlass flashinfer_trtllm flashinfer_cutlass
+        flashinfer_cutedsl flashinfer_moe_ep_cutedsl flashinfer_b12x b12x flashinfer_moe_ep_mega_deep_gemm marlin
+        humming triton_unfused aiter aiter_mega_moe aiter_triton_mxfp4_bf16 flydsl hpc emulation rdna3"""
+    ),
+}
+NEW_BACKENDS = {  # of 0.33
+    "attention_backend": words("FLASH_ATTN_MLA_SPARSE_FA4 ROCM_FLASHMLA_SPARSE_DSV41 ROCM_OCTAVE STEP5_DSA"),
+    "kv_cache_dtype": words("octave_k3v4 octave_k3v3 octave_k3v3_compact"),
+    "moe_backend": words("aiter_triton_mxfp4_mxfp4"),
+}
+# of vLLM's LoadConfig
+LOAD_FIELDS = words(
     """load_format download_dir safetensors_load_strategy safetensors_prefetch_num_threads
-    safetensors_prefetch_block_size model_loader_extra_config device ignore_patterns
-    use_tqdm_on_load pt_load_map_location"""
+    safetensors_prefetch_block_size model_loader_extra_config device ignore_patterns use_tqdm_on_load
+    pt_load_map_location"""
 )
 # without the two that vLLM 0.32 has given up: fbgemm_fp8, fp_quant
 QUANTIZATIONS = words(
-    """awq auto_awq fp8 modelopt modelopt_fp4 modelopt_mxfp8 modelopt_mixed auto_gptq gptq
-    gptq_marlin awq_marlin humming compressed-tensors experts_int8 quark moe_wna16 torchao inc
-    mxfp4 gpt_oss_mxfp4 deepseek_v4_fp8 online fp8_per_tensor fp8_per_block fp8_per_channel
-    int8_per_channel_weight_only nvfp4_per_token mxfp8"""
+    """awq auto_awq fp8 modelopt modelopt_fp4 modelopt_mxfp8 modelopt_mixed auto_gptq gptq gptq_marlin awq_marlin
+    humming compressed-tensors experts_int8 quark moe_wna16 torchao inc mxfp4 gpt_oss_mxfp4 deepseek_v4_fp8 online
+    fp8_per_tensor fp8_per_block fp8_per_channel int8_per_channel_weight_only nvfp4_per_token mxfp8"""
 )
 
 
@@ -336,13 +315,7 @@ class Engine:
     found_by_architecture: dict[str, str]  # architecture of a foreign draft -> method
     defaults: dict[str, str]  # of fields, where they differ from `SpeculativeConfig`'s
     unserved: dict[str, str]  # speculators_model_type with served_as -> why it is not served
-    backends: dict[str, frozenset[str]] = field(
-        default_factory=lambda: {
-            "attention_backend": ATTENTION_BACKENDS,
-            "kv_cache_dtype": KV_CACHE_DTYPES,
-            "moe_backend": MOE_BACKENDS,
-        }
-    )  # field -> its words
+    backends: dict[str, frozenset[str]] = field(default_factory=lambda: BACKENDS)  # field -> its words
     own_words: frozenset[str] = words("")  # of these fields, for which a platform can have more
     aux_families: tuple[str, ...] = ()  # whose hidden states can be read; (): the class decides
     draft_in_own_batch: frozenset[str] = words("")  # methods that need no new places
@@ -361,26 +334,25 @@ V032 = Engine(
     methods=frozenset(METHODS),
     without_model=words("mlp_speculator"),
     missing_fields=words(
-        """speculative_token_tree xpress_topc draft_lm_head_quantization
-        disable_lookahead_block_hashes fly_window_size fly_entropy_threshold
-        fly_entropy_top_k"""
+        """speculative_token_tree xpress_topc draft_lm_head_quantization disable_lookahead_block_hashes fly_window_size
+        fly_entropy_threshold fly_entropy_top_k"""
     ),
     verifications=words("standard synthetic block"),
     architectures={
-        "eagle": words("""EagleCohereForCausalLM EagleLlamaForCausalLM
-            EagleLlama4ForCausalLM EagleMiniCPMForCausalLM EagleMistralForCausalLM
-            EagleMistralLarge3ForCausalLM EagleDeepSeekMTPModel"""),
-        "eagle3": words("""Eagle3LlamaForCausalLM Eagle3MiniMaxM2ForCausalLM
-            LlamaForCausalLMEagle3 Eagle3Qwen2_5vlForCausalLM Eagle3Qwen3vlForCausalLM
-            Eagle3Qwen3ForCausalLM Eagle3DeepseekV2ForCausalLM
-            Eagle3DeepseekV3ForCausalLM"""),
-        "dflash": words("""DFlashDraftModel DFlash2DraftModel LiLiCorrDraftModel
-            DFlashMuseGlimmerAssistantModel DFlashLagunaForCausalLM"""),
+        "eagle": words(
+            """EagleCohereForCausalLM EagleLlamaForCausalLM EagleLlama4ForCausalLM EagleMiniCPMForCausalLM
+            EagleMistralForCausalLM EagleMistralLarge3ForCausalLM EagleDeepSeekMTPModel"""
+        ),
+        "eagle3": words(
+            """Eagle3LlamaForCausalLM Eagle3MiniMaxM2ForCausalLM LlamaForCausalLMEagle3 Eagle3Qwen2_5vlForCausalLM
+            Eagle3Qwen3vlForCausalLM Eagle3Qwen3ForCausalLM Eagle3DeepseekV2ForCausalLM Eagle3DeepseekV3ForCausalLM"""
+        ),
+        "dflash": words(
+            """DFlashDraftModel DFlash2DraftModel LiLiCorrDraftModel DFlashMuseGlimmerAssistantModel
+            DFlashLagunaForCausalLM"""
+        ),
     },
-    later_drafts=words(
-        """Qwen3XPressModel DFlashQwen3XPressModel DFlash2BeamDraftModel
-        MuseSparkDSparkModel"""
-    ),
+    later_drafts=words("Qwen3XPressModel DFlashQwen3XPressModel DFlash2BeamDraftModel MuseSparkDSparkModel"),
     found_by_architecture={  # DSparkDraftModel too, where the model_type is qwen3
         "MuseGlimmerAssistantModel": "dflash",
         "Qwen3DSparkModel": "dspark",
@@ -388,9 +360,7 @@ V032 = Engine(
         "Gemma4DSparkModel": "dspark",
     },
     defaults=dict(rejection_sample_method="standard", draft_sample_method="greedy"),
-    unserved={
-        "xpress": "only vLLM 0.33 has XPress; serve it with that (engine_version=0.33)",
-    },
+    unserved={"xpress": "only vLLM 0.33 has XPress; serve it with that (engine_version=0.33)"},
     raises_positions=words("eagle eagle3"),  # of drafts with any RoPE
 )
 ENGINES = {
@@ -400,9 +370,9 @@ ENGINES = {
         without_model=words(""),
         missing_fields=V032.missing_fields - words("speculative_token_tree")
         | words(
-            """attention_backend kv_cache_dtype index_share_for_mtp_iteration
-            disable_eagle_block_drop num_speculative_tokens_per_batch_size
-            use_heterogeneous_vocab dspark_draft_topk enable_adaptive_verification"""
+            """attention_backend kv_cache_dtype index_share_for_mtp_iteration disable_eagle_block_drop
+            num_speculative_tokens_per_batch_size use_heterogeneous_vocab dspark_draft_topk
+            enable_adaptive_verification"""
         ),
         verifications=words("standard synthetic"),
         defaults=dict(rejection_sample_method="strict"),
@@ -420,12 +390,7 @@ ENGINES = {
         later_drafts=words(""),
         found_by_architecture=V032.found_by_architecture | {"MuseSparkDSparkModel": "dspark"},
         unserved={},
-        backends={
-            "attention_backend": ATTENTION_BACKENDS
-            | words("FLASH_ATTN_MLA_SPARSE_FA4 ROCM_FLASHMLA_SPARSE_DSV41 ROCM_OCTAVE STEP5_DSA"),
-            "kv_cache_dtype": KV_CACHE_DTYPES | words("octave_k3v4 octave_k3v3 octave_k3v3_compact"),
-            "moe_backend": MOE_BACKENDS | words("aiter_triton_mxfp4_mxfp4"),
-        },
+        backends={name: known | NEW_BACKENDS[name] for name, known in BACKENDS.items()},
         own_words=words("kv_cache_dtype"),
         draft_in_own_batch=words("dflash dspark"),
         no_block_drop=words("dflash dspark"),
@@ -475,11 +440,9 @@ def method_in_name(name: str) -> str | None:
     return next((m for part, m in METHOD_OF_NAME.items() if part in name.lower()), None)
 
 
-def method_in_config(
-    config: dict[str, Any],  # a draft's config.json; empty: not on this machine
-    engine_version: str | None = None,  # a key of ENGINES; None: any
-) -> str | None:  # a key of METHODS; None: an ordinary language model
-    "The method that a draft's architecture or model_type means."
+def method_in_config(config: dict[str, Any], engine_version: str | None = None) -> str | None:
+    """The method (a key of METHODS) that architecture or model_type in a draft's config.json mean; None: an ordinary
+    language model, or the config is empty, since it is not on this machine."""
     kind = config.get("model_type")
     architecture = (config.get("architectures") or [""])[0]
     found = engine_of(engine_version).found_by_architecture
@@ -498,12 +461,9 @@ def names_python_class(model: str) -> bool:
     return len(parts) > 1 and all(part.isidentifier() for part in parts)
 
 
-def served_architecture(
-    method: str,  # eagle, eagle3 or dflash
-    config: dict[str, Any],  # a foreign draft's config.json
-    engine_version: str | None = None,  # a key of ENGINES; None: any
-) -> str:  # as vLLM asks its registry for it (transformers_utils/configs/eagle.py)
-    "The architecture that a draft of the EAGLE kinds is served as: Eagle3LlamaForCausalLM for a Llama."
+def served_architecture(method: str, config: dict[str, Any], engine_version: str | None = None) -> str:
+    """The architecture that a foreign draft of the EAGLE kinds (eagle, eagle3, dflash) is served as, by its
+    config.json: Eagle3LlamaForCausalLM for a Llama (vLLM, transformers_utils/configs/eagle.py)."""
     architecture = (config.get("architectures") or ["None"])[0]
     head = mtp_head(config, engine_version)
     if head:
@@ -519,12 +479,9 @@ def served_architecture(
 RUN_ONCE = ("step3p5_mtp", "step5_mtp", "inkling_mtp")
 
 
-def predicted_tokens(
-    method: str,  # a key of METHODS
-    draft: dict[str, Any],  # the draft's config.json
-    engine_version: str | None = None,  # a key of ENGINES; None: any
-) -> int | None:  # None: any number can be drafted
-    "How many tokens a head predicts at once: it can draft up to so many, or a multiple by running again."
+def predicted_tokens(method: str, draft: dict[str, Any], engine_version: str | None = None) -> int | None:
+    """How many tokens a head predicts at once, by its config.json: it can draft up to so many, or a multiple by running
+    again. None: any number can be drafted."""
     if method == "dspark":
         return None
     head = None if method == "medusa" else mtp_head(draft, engine_version)
@@ -543,12 +500,10 @@ LAYOUTS = ("gptq", "awq", "modelopt", "mxfp4", "mxfp8")
 ANY_LAYOUT = {"humming", "moe_wna16", "inc"}  # kernels for weights of several layouts
 
 
-def quantization_problem(
-    word: str | None,  # the field `quantization`
-    config: dict[str, Any],  # the draft's config.json
-) -> str | None:  # what is wrong with it; None: nothing
-    """Why a draft cannot be served with this quantization. vLLM has several kernels for some layouts (`gptq`,
-    `gptq_marlin`), so layouts are compared. Whether a device has the kernel is found out there."""
+def quantization_problem(word: str | None, config: dict[str, Any]) -> str | None:
+    """Why a draft, by its config.json, cannot be served with this quantization; None: it can. vLLM has several kernels
+    for some layouts (`gptq`, `gptq_marlin`), so layouts are compared. Whether a device has the kernel is found out
+    there."""
     stored = (config.get("quantization_config") or {}).get("quant_method")
     word = word or stored
     if word is None:
@@ -557,18 +512,16 @@ def quantization_problem(
         return f"is no quantization of vLLM; choose from {', '.join(sorted(QUANTIZATIONS))}"
     if stored is None or word in ANY_LAYOUT:
         return None
-    layouts = [next((part for part in LAYOUTS if part in w), w) for w in (word, stored)]
-    if layouts[0] != layouts[1]:
+    given, needed = (next((part for part in LAYOUTS if part in w), w) for w in (word, stored))
+    if given != needed:
         return f"contradicts the draft's config.json, which has {stored!r}; leave it out"
     return None
 
 
-def served_length(
-    config: dict[str, Any],  # a config.json
-    flat: bool = False,  # whatever parts it has are not read
-) -> int | None:  # tokens; None: the config has no such field
-    """The longest text that vLLM serves where no other length is given: a model's whole context, but for LongRoPE,
-    whose texts end where its short factors do."""
+def served_length(config: dict[str, Any], flat: bool = False) -> int | None:
+    """The longest text in tokens that vLLM serves by a config.json where no other length is given: the whole context,
+    but for LongRoPE, whose texts end where its short factors do; None: it has no such field. `flat`: whatever parts it
+    has are not read."""
     text = config if flat else text_part(config)
     long = any("longrope" in (r.get("rope_type"), r.get("type")) for r in rope_of(text))
     trained = text.get("original_max_position_embeddings") if long else None
