@@ -243,9 +243,20 @@ def chunks_as_on(device: str) -> Iterator[None]:
         yield
 
 
-def predicted_step(*shape: Any, device: str = "cuda", **given: Any) -> StepCost:
-    "What the step of `step_of` (with its arguments) takes on a kind of device, counted on tensors without memory."
-    model, arguments = step_of(*shape, fake=True, **given)
+def predicted_step(
+    algorithm: str,
+    layer: Any,
+    rows: int,
+    depth: int,
+    length: int,
+    each: int = 1024,
+    supervised: float = 1.0,
+    bf16: bool = False,
+    device: str = "cuda",  # its kind
+    **given: Any,
+) -> StepCost:
+    "What the step of `step_of` takes on a device, counted on tensors without memory."
+    model, arguments = step_of(algorithm, layer, rows, depth, length, each, supervised, bf16=bf16, fake=True, **given)
     with chunks_as_on(device):
         return measured_step(model, **arguments)
 
