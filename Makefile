@@ -225,7 +225,7 @@ verifier: .venv/.run  ## train data/tiny-verifier again
 	$(OFFLINE) $(BIN)/python data/make/tiny_verifier.py
 
 answers: .venv/.run  ## write data/answers again: what the verifier says to the training prompts
-	$(OFFLINE) $(BIN)/python -m speculators_nb.lab.experiment
+	$(OFFLINE) $(BIN)/python data/make/answers.py
 
 notebooks: .venv/.dev  ## run every notebook as notebooks-test does, store its outputs, README
 	$(OFFLINE) $(BIN)/python tests/notebooks.py --save --flags slow --workers $(WORKERS)

@@ -43,10 +43,7 @@ def run(*args):
     "A command; several options may be one text."
     words = [word for a in args for word in (a.split() if str(a).startswith("--") else [str(a)])]
     return CliRunner().invoke(
-        cli.app,
-        words,
-        prog_name="speculators-nb",
-        env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"},
+        cli.app, words, prog_name="speculators-nb", env={"COLUMNS": "200", "NO_COLOR": "1", "TERM": "dumb"}
     )
 
 
@@ -113,7 +110,7 @@ def test_a_command_is_the_library_s_function(name):
 
 def test_heavy_imports_are_inside():
     light = {"data.sources", "evaluate.prompts", "verifier.folders", "core", "speculators_nb", "typer", "yaml"}
-    names = "own_drafters", "inputs", "recipe", "command", "run"
+    names = "inputs", "recipe", "command", "run"
     for module in (cli, *(sys.modules[f"speculators_nb.cli.{name}"] for name in names)):
         tree = ast.parse(Path(module.__file__).read_text())
         tops = {
@@ -194,10 +191,6 @@ def test_bad_data_is_named(conversations, tmp_path):
     )
     one_line(
         run("features", conversations('{"messages": []}'), tmp_path / "out", *OF_TINY), "no row left of 1 conversations"
-    )
-    one_line(
-        run("features", CORPUS / "heldout.jsonl", tmp_path / "out", *OF_TINY, "--dtype", "bf61", "--max-samples", 1),
-        "dtype='bf61'",
     )
 
 
@@ -664,13 +657,6 @@ def test_prepare_says_what_it_made_once(tmp_path):
     assert "chats.jsonl, line 2; line 3)" in result.output  # which ones
 
 
-def test_misspelt_extra(features, tmp_path):
-    one_line(run("train", features, tmp_path, "--extra", "ttt_step=3"), "ttt_step=3", "Did you mean ttt_steps?")
-    one_line(run("train", features, tmp_path, "--algorithm", "eagel"), "eagel")
-    one_line(run("train", features, tmp_path, "--eval-share", "1.5"), "eval_share=1.5")
-    one_line(run("train", features, tmp_path, "--optimizer", "sgd"), "optimizer='sgd'", "adamw or muon")
-
-
 QUICK = ("--total-seq-len", 64, "--eval-share", 0, "--extra", "disable_tqdm=true", "--extra", "max_steps=2")
 
 
@@ -765,11 +751,9 @@ def test_draft_layers_from_a_file(features, tmp_path):
     [
         ("--sliding-window 0", ("sliding_window=0", "at least 1")),
         ("--draft-config nowhere", ("nowhere", "config.json")),
-        ("--extra sliding_window=0", ("sliding_window=0", "at least 1")),
         ("--extra full_attention_indices=0,2", ("full_attention_indices='0,2'", "[0, 2]")),
         ("--extra full_attention_indices=[3]", ("full_attention_indices=[3]", "num_layers is 1", "from 0 to 0")),
         ("--extra draft_hidden_act=silly", ("draft_hidden_act='silly'", "choose")),
-        ("--extra draft_config=nowhere", ("nowhere", "config.json")),
         ("--algorithm mtp --extra sliding_window=8", ("sliding_window=8", "verifier's own kind", "leave")),
         ("--algorithm medusa --extra sliding_window=8", ("sliding_window=8", "no decoder layers", "leave")),
         ("--algorithm medusa --num-layers 2", ("num_layers=2", "no decoder layers", "leave")),
@@ -965,17 +949,6 @@ def test_a_server_lives_as_long_as_its_command(drafter, tmp_path, number):
         time.sleep(0.1)
     else:
         raise AssertionError("the server outlives its command")
-
-
-def test_features_from_a_server_that_is_not_there(tmp_path):
-    one_line(
-        run("features", CORPUS / "heldout.jsonl", tmp_path / "f", "--verifier", VERIFIER, "--source", "vllm"),
-        "storage=None: is missing; name the folder",
-    )
-    one_line(
-        run("features", CORPUS / "heldout.jsonl", tmp_path / "f", "--verifier", VERIFIER, "--source", "tgi"),
-        "choose hf or vllm",
-    )
 
 
 @pytest.mark.statement("release-57")

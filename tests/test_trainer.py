@@ -2,7 +2,6 @@
 still evaluation, whole checkpoints, exact resume."""
 
 import json
-import math
 import os
 import shutil
 from contextlib import nullcontext
@@ -226,13 +225,6 @@ def test_nothing_to_learn_is_said_before_training(tmp_path):
         SpeculatorTrainer(toy(), arguments(tmp_path), samples(), data).evaluate()
     with pytest.raises(ValueError, match="dataset is empty"):
         SpeculatorTrainer(toy(), arguments(tmp_path), [], data).train()
-
-
-def test_a_loss_that_is_not_a_number_stops_the_run(tmp_path):
-    data = samples()
-    data[5]["hidden_states"][2] = math.nan
-    with pytest.raises(FloatingPointError, match="training loss is not finite, at step"):
-        SpeculatorTrainer(toy(), arguments(tmp_path), data, samples(3, 1)).train()
 
 
 # --- precision, clipping, schedules -------------------------------------------------------------------------------
@@ -594,13 +586,6 @@ def test_resume_without_checkpoint_starts_anew(tmp_path):
     assert trainer.state.global_step == len(trainer.train_rows)
 
 
-def test_saving_over_an_older_run_replaces_it(tmp_path):
-    first = train(toy(), samples(), samples(4, 1), arguments(tmp_path, num_train_epochs=1))
-    second = train(toy(), samples(seed=7), samples(4, 1), arguments(tmp_path, num_train_epochs=1, overwrite=True))
-    assert not torch.equal(weights(first.model), weights(second.model))
-    assert checkpoint_problem(last_checkpoint(tmp_path)) is None and not (tmp_path / ".saving").exists()
-
-
 # --- arguments --------------------------------------------------------------------------------------------------------
 
 
@@ -609,6 +594,7 @@ def test_saving_over_an_older_run_replaces_it(tmp_path):
     [
         (dict(optim="adafactor"), "optim='adafactor' has no effect here: optimizer decides"),
         (dict(per_device_train_batch_size=4), "total_seq_len decides"),
+        (dict(logging_nan_inf_filter=True), "logging_nan_inf_filter=True has no effect"),
         (dict(optimizer="sgd"), "optimizer=.sgd.: is not known; choose adamw or muon"),
         (dict(total_seq_len=1), "total_seq_len=1"),
         (dict(early_stopping_patience=1, eval_strategy="no"), "needs evaluations"),

@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, get_args
@@ -28,8 +28,7 @@ from ..core.options import RULES, check_options, near, printable, rule_of, shown
 from ..core.provenance import hide_secrets, without_secrets
 from ..verifier.folders import refuse_model
 from .inputs import check_inputs
-from .own_drafters import import_drafters, loads_drafters
-from .recipe import read_recipe, resolve, sections_of, with_home, write_recipe
+from .recipe import import_drafters, loads_drafters, read_recipe, resolve, sections_of, with_home, write_recipe
 
 SHELL = {
     "str": str,
@@ -52,6 +51,14 @@ def shell_type(annotation: ast.expr | None) -> type | None:
     return kind | None if kind and "None" in alternatives else kind
 
 
+def function_in(source: str, name: str) -> ast.FunctionDef:
+    "A function of a module, by its source. Errors: ValueError."
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return node
+    raise ValueError(f"there is no function {name}")
+
+
 def parameters_of(node: ast.FunctionDef) -> list[tuple[ast.arg, ast.expr | None]]:
     "Positional and keyword-only parameters, each with its default (None: it has none)."
     positional, keywords = node.args.args, node.args.kwonlyargs
@@ -67,16 +74,6 @@ def comments_of(source: str, node: ast.FunctionDef) -> dict[str, str]:  # parame
         end = max(node.end_lineno or node.lineno for node in (arg, default) if node)
         comments[arg.arg] = lines[end - 1].partition("  # ")[2]
     return comments
-
-
-def _source_of(module, name) -> tuple[str, ast.FunctionDef]:
-    "The source of a module of this package, and a function in it. Errors: ValueError."
-    file = Path(speculators_nb.__file__).parent / f"{module.replace('.', '/')}.py"
-    source = file.read_text(encoding="utf-8")
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return source, node
-    raise ValueError(f"speculators_nb.{module} has no function {name}")
 
 
 def _shell_parameter(arg, default, keyword_only) -> inspect.Parameter | None:
@@ -111,8 +108,9 @@ def _imported(name):
 def library(module: str, name: str) -> Callable:
     """A function of a module of this package, e.g. of "data.prepare", that is imported when it is called. It has the
     function's docstring, `comments`, and its signature without what a shell cannot give (and has a default)."""
-    source, node = _source_of(module, name)
-    parameters = []
+    file = Path(speculators_nb.__file__).parent / f"{module.replace('.', '/')}.py"
+    source, parameters = file.read_text(encoding="utf-8"), []
+    node = function_in(source, name)
     for arg, default in parameters_of(node):
         parameter = _shell_parameter(arg, default, arg in node.args.kwonlyargs)
         if parameter:
@@ -441,12 +439,6 @@ def group_of(name: str, command: str) -> str:  # a heading
     return GROUP_OF.get(f"{command}.{name}") or GROUP_OF.get(name, GENERAL)
 
 
-def _required(function) -> list[str]:
-    "The parameters that have no default, and may not be None."
-    parameters = inspect.signature(function).parameters.values()
-    return [p.name for p in parameters if p.default is p.empty and not _may_be_none(p)]
-
-
 def _may_be_none(parameter) -> bool:
     return type(None) in get_args(parameter.annotation)
 
@@ -455,8 +447,7 @@ def _shell_parameters(function, command) -> list[inspect.Parameter]:
     "The function's parameters for Typer, and those that every command has."
     if not hasattr(function, "comments"):
         source = textwrap.dedent(inspect.getsource(function))
-        nodes = [n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef)]
-        function.comments = comments_of(source, nodes[0])
+        function.comments = comments_of(source, function_in(source, function.__name__))
     comments = function.comments
     parameters = []
     for parameter in inspect.signature(function).parameters.values():
@@ -503,7 +494,7 @@ def further_options(args: list[str], known: set[str]) -> list[str]:
 class ShellCommand(TyperCommand):
     "Its help shows what it cannot do without as required, though a recipe may give it."
 
-    needed: tuple[str, ...] = ()  # parameters without a default
+    needed: Sequence[str] = ()  # parameters without a default that may not be None
 
     def collect_usage_pieces(self, ctx):
         arguments = [p for p in self.params if p.param_type_name == "argument" and p.metavar]
@@ -573,19 +564,23 @@ def _print(text):
 
 
 def command(
-    function: Callable,  # or its placeholder from `library`
-    report: Callable,  # what the function returned -> the text to print, or None
-    app: App,  # where the command is entered
-    name: str | None = None,  # of the command; None: the function's
-    group: str | None = None,  # heading under which `--help` lists it
-    output: str | None = "output_dir",  # parameter naming the output; the recipe is left there
-    then: Callable | None = None,  # (what it returned, its arguments) -> commands to type next
-    verdict: str | None = None,  # what exit status 1 says, of a command that judges
-) -> Callable:  # the function itself
-    "Enter a function as a command."
+    function: Callable,
+    report: Callable,
+    app: App,
+    name: str | None = None,
+    group: str | None = None,
+    output: str | None = "output_dir",
+    then: Callable | None = None,
+    verdict: str | None = None,
+) -> Callable:
+    """Enter a function, or its placeholder from `library`, as a command of an app, by its own name or `name`; `report`:
+    what it returned -> the text to print, or None; `group`: heading under which --help lists it; `output`: the
+    parameter that names the output, where the recipe is left; `then`: (what it returned, its arguments) -> commands to
+    type next; `verdict`: what exit status 1 says, of a command that judges. The function itself is returned."""
     name = name or function.__name__
     parameters = _shell_parameters(function, name)
     takes = inspect.signature(function).parameters
+    needed = [p.name for p in takes.values() if p.default is p.empty and not _may_be_none(p)]
 
     def perform(values):
         own = values.get("import", [])
@@ -621,7 +616,7 @@ def command(
         help=help_text,
         short_help=help_text.split(". ")[0].rstrip("."),
         rich_help_panel=group,
-        cls=type("Entered", (ShellCommand,), dict(needed=_required(function))),
+        cls=type("Entered", (ShellCommand,), dict(needed=needed)),
     )(run)
     app.functions[name], app.outputs[name] = function, output
     if verdict:

@@ -75,14 +75,16 @@ def open_tokenizer(verifier: str | os.PathLike, trust_remote_code: bool = False)
 
 
 def open_verifier(
-    verifier: str | os.PathLike,  # folder or hub id
-    aux_layer_ids: list[int] | None = None,  # layers to tap; None: the default three
-    device: str | None = None,  # as in `device_of`
-    trust_remote_code: bool = False,  # run code that comes with it
-    attn_implementation: str | None = None,  # e.g. sdpa, eager; None: transformers' choice
-    dtype: str = "auto",  # of the weights; auto: the checkpoint's
-) -> tuple[Verifier, Any]:  # and its tokenizer
-    "A verifier and its tokenizer. FileNotFoundError: neither a folder nor on the hub."
+    verifier: str | os.PathLike,
+    aux_layer_ids: list[int] | None = None,
+    device: str | None = None,
+    trust_remote_code: bool = False,
+    attn_implementation: str | None = None,
+    dtype: str = "auto",
+) -> tuple[Verifier, Any]:
+    """A verifier, which taps some layers (None: the default three), and its tokenizer; `device` as of `device_of`,
+    `attn_implementation`, e.g. sdpa, eager (None: transformers' choice), `dtype` of the weights (auto: the
+    checkpoint's). FileNotFoundError: neither a folder nor on the hub."""
     options: dict[str, Any] = dict(attn_implementation=attn_implementation, dtype=dtype)
     options |= {"trust_remote_code": True} if trust_remote_code else {}
     resolve_checkpoint(verifier)  # a wrong name has its own error

@@ -23,8 +23,7 @@ import typer
 from ..core.files import atomic_write, read_object
 from ..core.options import HERE, shown, typed
 from ..core.provenance import identify, without_secrets
-from .own_drafters import loads_drafters
-from .recipe import command_of, read_sections, recipe_section
+from .recipe import command_of, loads_drafters, read_sections, recipe_section
 
 # ---- the stages of a recipe
 
@@ -92,13 +91,14 @@ def _run_section(output_dir: Path | None = None, import_: list[str] | None = Non
 
 
 def stages_of(
-    path: str | os.PathLike,  # a recipe
-    commands: Mapping[str, Callable],  # every command's function
-    outputs: Mapping[str, str | None],  # command -> the argument that names its output
-    imports: list[str] | None = None,  # for every stage: modules that register drafters
-) -> tuple[list[Stage], dict]:  # the stages in order; the arguments of the section `run`
-    """The stages of a recipe. Errors: ValueError as of `read_sections`; for a recipe without a
-    stage; for two stages that write to one place."""
+    path: str | os.PathLike,
+    commands: Mapping[str, Callable],
+    outputs: Mapping[str, str | None],
+    imports: list[str] | None = None,
+) -> tuple[list[Stage], dict]:
+    """The stages of a recipe in order, of the program's commands and the arguments that name their outputs (`imports`:
+    modules that register drafters, for every stage); and the arguments of its section `run`. Errors: ValueError as of
+    `read_sections`; for a recipe without a stage; for two stages that write to one place."""
     sections = read_sections(path, {**commands, "run": _run_section})
     own = sections.pop("run", {})
     stages = []
@@ -322,19 +322,15 @@ def _not_here(stage) -> str | None:
     return None
 
 
-def plan_text(planned: list[Planned]) -> str:
-    "The plan as a table."
-    rows = [(p.stage.name, p.state, str(p.stage.output or "-"), p.why) for p in planned]
-    rows = [("stage", "state", "output", "why"), *rows]
-    widths = [max(len(row[i]) for row in rows) for i in range(3)]
-    return "\n".join("  ".join([*(text.ljust(w) for text, w in zip(row, widths)), row[3]]).rstrip() for row in rows)
-
-
 def checked_plan(recipe: str | os.PathLike, stages: list[Stage], record: RunRecord, overwrite: bool) -> list[Planned]:
     """Print the plan. Errors: ValueError where something that a stage reads is missing; FileExistsError where something
     that is there would be made again."""
     planned = plan_of(stages, record)
-    typer.echo(plan_text(planned) + servers_text(planned))
+    rows = [(p.stage.name, p.state, str(p.stage.output or "-"), p.why) for p in planned]
+    rows = [("stage", "state", "output", "why"), *rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(3)]
+    lines = ["  ".join([*(text.ljust(w) for text, w in zip(row, widths)), row[3]]).rstrip() for row in rows]
+    typer.echo("\n".join(lines) + servers_text(planned))
     if problems := missing_inputs(stages, [p.stage for p in planned if p.runs]):
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"{recipe}: {problems[0]}{more}")
@@ -553,18 +549,20 @@ def run_stage(planned, stages, record, perform):
 
 
 def run_recipe(
-    recipe: str | os.PathLike,  # YAML or JSON, with a section for each command to run
-    commands: Mapping[str, Callable],  # every command's function
-    outputs: Mapping[str, str | None],  # command -> the argument that names its output
-    perform: Callable,  # (command, values): runs one; at the top of a module
-    output_dir: Path | None = None,  # for the record and the report; None: as in `folder_of`
-    dry_run: bool = False,  # print the plan, and do nothing
-    overwrite: bool = False,  # make again what has changed, though it is there
-    imports: list[str] | None = None,  # modules and files that register drafters
-) -> list[str]:  # stages that have run
-    """Run every section of a recipe. Errors: ValueError for a recipe that cannot run;
-    FileExistsError for an output that would be replaced; BlockingIOError where another run, or a stage that survived
-    one, is at work; StageFailed."""
+    recipe: str | os.PathLike,
+    commands: Mapping[str, Callable],
+    outputs: Mapping[str, str | None],
+    perform: Callable,
+    output_dir: Path | None = None,
+    dry_run: bool = False,
+    overwrite: bool = False,
+    imports: list[str] | None = None,
+) -> list[str]:
+    """Run every section of a recipe: the stages that have run. `commands` and `outputs` as of `stages_of`; `perform`
+    (command, values), at the top of a module, runs one; `output_dir` is for the record and the report (None: as of
+    `folder_of`); `dry_run`: print the plan, and do nothing; `overwrite`: make again what has changed, though it is
+    there. Errors: ValueError for a recipe that cannot run; FileExistsError for an output that would be replaced;
+    BlockingIOError where another run, or a stage that survived one, is at work; StageFailed."""
     from ..jobs.shared_output import share_writer
 
     stages, own = stages_of(recipe, commands, outputs, imports)

@@ -70,11 +70,10 @@ class Breaker:
 
 
 def concurrently(
-    function: Callable[[Any], Any],  # of one item; runs in `concurrency` threads
-    items: Iterable,  # read as work proceeds
-    concurrency: int,  # items in work at once
-) -> Generator[tuple[Any, Any], None, None]:  # (item, result or exception), as completed
-    "Map in threads. An error of `items` itself is raised after what was begun has come out."
+    function: Callable[[Any], Any], items: Iterable, concurrency: int
+) -> Generator[tuple[Any, Any], None, None]:
+    """Map in so many threads at once: (item, result or exception), as completed; the items are read as work proceeds.
+    An error of `items` itself is raised after what was begun has come out."""
     if concurrency < 1:
         raise ValueError(f"concurrency: {concurrency}; it must be 1 or more")
     waiting = queue.SimpleQueue()
@@ -116,15 +115,15 @@ def concurrently(
             waiting.put(None)
 
 
-def _exit_after(process):
-    process.join()
-    os._exit(1)
-
-
 def end_with_parent() -> None:
     "End this process as soon as the one that started it ends; an initializer of a pool."
     if parent := multiprocessing.parent_process():
-        threading.Thread(target=_exit_after, args=[parent], daemon=True).start()
+
+        def exit_after():
+            parent.join()
+            os._exit(1)
+
+        threading.Thread(target=exit_after, daemon=True).start()
 
 
 # seconds until the first line of a progress bar, and between the next; characters of a line

@@ -400,7 +400,9 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
         kwargs.pop("auto_map", None)  # names Python files to run; this library runs none
         kwargs.pop("model_type", None)
         kwargs |= kwargs.pop("_only_data", {})
-        self._check_dtype(dtype=self.dtype, torch_dtype=kwargs.get("torch_dtype"))
+        for name, value in (("dtype", self.dtype), ("torch_dtype", kwargs.get("torch_dtype"))):
+            if not (value is None or isinstance(value, torch.dtype) or is_dtype(value)):
+                raise ValueError(f"{type(self).__name__}.{name}={shown(value)}: is no dtype of torch, e.g. 'bfloat16'")
         unknown = {name: value for name, value in kwargs.items() if name not in OF_TRANSFORMERS}
         # nothing that a file holds takes the place of a method, a property or a switch
         data = {
@@ -430,11 +432,6 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
             self.check()
         except ValueError as e:
             raise e if type(e) is not ValueError else FieldError.of(str(e)) from None
-
-    def _check_dtype(self, **fields):
-        for name, value in fields.items():
-            if not (value is None or isinstance(value, torch.dtype) or is_dtype(value)):
-                raise ValueError(f"{type(self).__name__}.{name}={shown(value)}: is no dtype of torch, e.g. 'bfloat16'")
 
     def _check_version(self):
         found = self.speculators_version
@@ -504,16 +501,17 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
     @classmethod
     def from_pretrained(
         cls,
-        pretrained_model_name_or_path: str | os.PathLike,  # a drafter's folder or hub id
-        cache_dir: str | os.PathLike | None = None,  # of a hub id, as in `hub_access`
+        pretrained_model_name_or_path: str | os.PathLike,
+        cache_dir: str | os.PathLike | None = None,
         force_download: bool = False,
         local_files_only: bool = False,
         token: str | bool | None = None,
         revision: str | None = None,
-        **kwargs,  # passed on to transformers
-    ) -> Self:  # an object of the class that `speculators_model_type` names
-        """Read a drafter's config.json, and no other file. Errors: FileNotFoundError;
-        ValueError saying what the folder holds instead of a drafter."""
+        **kwargs,
+    ) -> Self:
+        """Read a drafter's config.json, and no other file, of a folder or a hub id, which is fetched as `hub_access`
+        says; an object of the class that `speculators_model_type` names. `kwargs` are passed on to transformers.
+        Errors: FileNotFoundError; ValueError saying what the folder holds instead of a drafter."""
         folder = name = pretrained_model_name_or_path
         if os.path.isfile(name) and str(name).endswith(".json"):
             folder, kwargs["_configuration_file"] = os.path.split(name)

@@ -202,16 +202,18 @@ def _pieces(response):
 
 
 class Endpoint:
-    """Requests to an OpenAI-compatible server, with retries. May be shared by threads, and sent to other processes.
+    """Requests to an OpenAI-compatible server at `url`, with or without a final /v1, with retries. May be shared by
+    threads, and sent to other processes. `api_key_env`: the key's environment variable, which may be unset; `timeout`:
+    seconds that an answer may take (of a stream, the pause before each piece); `tries`: requests made before giving up.
     Messages lose the key before they leave this class, and httpx's exceptions, which hold the request with its headers,
     never do."""
 
     def __init__(
         self,
-        url: str = "http://127.0.0.1:8000",  # with or without a final /v1
-        api_key_env: str | None = "OPENAI_API_KEY",  # key's environment variable; may be unset
-        timeout: float = 600.0,  # seconds that an answer may take; of a stream, the pause before each piece
-        tries: int = 4,  # requests made before giving up
+        url: str = "http://127.0.0.1:8000",
+        api_key_env: str | None = "OPENAI_API_KEY",
+        timeout: float = 600.0,
+        tries: int = 4,
     ):
         parsed = _address(url, api_key_env)
         if tries < 1:

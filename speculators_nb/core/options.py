@@ -129,11 +129,6 @@ def _path(rule, value):
     return _text(rule, path)
 
 
-def _resume(rule, value):
-    "True is the newest checkpoint."
-    return None if isinstance(value, bool) else _path(rule, value)
-
-
 # `nn.losses.register_loss` and `nn.step_weights.register_loss_weight` add to these two
 LOSSES = ["kl_div", "rkl", "jsd", "ce", "soft_ce", "topk_ce", "tv", "nla", "lk_hybrid"]
 LOSS_WEIGHTS = ["fixed-exp-decay", "dpace", "auf"]
@@ -174,7 +169,7 @@ def _loss(rule, value):
 
 
 KINDS = {
-    "resume": _resume,
+    "resume": lambda rule, value: None if isinstance(value, bool) else _path(rule, value),  # True: the newest
     "number": _number,
     "whole": partial(_number, whole=True),
     "switch": _switch,
@@ -441,15 +436,6 @@ def _check_storage(values: Mapping) -> None:
         )
 
 
-def _check_regenerate(values: Mapping) -> None:
-    if values.get("verifier", "") is None and values.get("server", "") is None:
-        raise ValueError(
-            "verifier=None: nothing would write the answers; give verifier (in this process) or server (its address)"
-        )
-    if values.get("server") is not None:
-        _leave_out(values, "self_prompts", "are written in this process; leave it out")
-
-
 def _check_features(values: Mapping) -> None:
     source = values.get("source", "hf")
     if source == "vllm":
@@ -533,39 +519,40 @@ def _check_evaluate(values: Mapping) -> None:
     check_vllm_arguments(get("extra") or ())
 
 
-def _check_serve(values: Mapping) -> None:
-    if values.get("hidden_states") is not None:
-        for name in ("k", "method", "native", "verifier"):
-            _leave_out(values, name, "hidden_states serves the verifier alone; leave it out")
-    elif "hidden_states" in values:
-        why = "has no effect without hidden_states; leave it out, or give hidden_states"
-        _leave_out(values, "aux_layer_ids", why)
-    check_vllm_arguments(values.get("extra") or ())
-
-
-def _check_check(values: Mapping) -> None:
-    if values.get("engine") == "llama.cpp":
-        _leave_out(values, "engine_version", "is a version of vLLM; leave it out, or set engine=vllm")
-
-
-def _check_export(values: Mapping) -> None:
-    if values.get("to") is None:
-        return
-    _leave_out(values, "format", "has no effect with to=llama.cpp, which reads GGUF; leave one of them out")
-    if values.get("verifier") is None:
-        raise ValueError("verifier=None: name the GGUF file that llama.cpp serves; the drafter is given its tokenizer")
-
-
-# what depends on each other in a command; a function or a section of a recipe may give some of its options alone
-CHECKS: dict[str, Callable[[Mapping], None]] = {
-    "regenerate": _check_regenerate,
-    "features": _check_features,
-    "train": _check_train,
-    "evaluate": _check_evaluate,
-    "serve": _check_serve,
-    "check": _check_check,
-    "export": _check_export,
-}
+def _check_command(values: Mapping, command: str) -> None:
+    "Options of a command that depend on each other, of which some may be given alone. Errors: ValueError."
+    get = values.get
+    match command:
+        case "regenerate":
+            if get("verifier", "") is None and get("server", "") is None:
+                raise ValueError(
+                    "verifier=None: nothing would write the answers; give verifier (in this process) or server (its "
+                    "address)"
+                )
+            if get("server") is not None:
+                _leave_out(values, "self_prompts", "are written in this process; leave it out")
+        case "features":
+            _check_features(values)
+        case "train":
+            _check_train(values)
+        case "evaluate":
+            _check_evaluate(values)
+        case "serve":
+            if get("hidden_states") is not None:
+                for name in ("k", "method", "native", "verifier"):
+                    _leave_out(values, name, "hidden_states serves the verifier alone; leave it out")
+            elif "hidden_states" in values:
+                why = "has no effect without hidden_states; leave it out, or give hidden_states"
+                _leave_out(values, "aux_layer_ids", why)
+            check_vllm_arguments(get("extra") or ())
+        case "check" if get("engine") == "llama.cpp":
+            _leave_out(values, "engine_version", "is a version of vLLM; leave it out, or set engine=vllm")
+        case "export" if get("to") is not None:
+            _leave_out(values, "format", "has no effect with to=llama.cpp, which reads GGUF; leave one of them out")
+            if get("verifier") is None:
+                raise ValueError(
+                    "verifier=None: name the GGUF file that llama.cpp serves; the drafter is given its tokenizer"
+                )
 
 
 MOST_DRAFTED = 4096  # tokens in a step
@@ -605,25 +592,19 @@ def algorithms() -> tuple[str, ...]:
 FIRST_CHOICE = "eagle3"  # the algorithm where none is named
 
 
-def _words(text):
-    return tuple(text.split())
-
-
 STORED = ("bfloat16", "float16", "float32", "float8_e4m3fn", "fp8")  # of a feature file
 FLOATS = ("bfloat16", "float16", "float32", "float64")  # of weights
 SERVED = ("auto", "half", "float16", "bfloat16", "float", "float32")  # as vLLM spells them
-METHODS = _words(
-    """ngram ngram_gpu suffix draft_model eagle eagle3 dflash dspark medusa mlp_speculator mtp
-    extract_hidden_states custom_class"""
+METHODS = (
+    *("ngram", "ngram_gpu", "suffix", "draft_model", "eagle", "eagle3", "dflash", "dspark", "medusa"),
+    *("mlp_speculator", "mtp", "extract_hidden_states", "custom_class"),
 )
-ATTENTION = _words(  # as transformers spells them
-    "sdpa eager flex_attention flash_attention_2 flash_attention_3 flash_attention_4"
-)
-PROMPT_SETS = _words("shipped mt-bench gsm8k humaneval math-500 speed-bench alpaca-eval cnn-dailymail")
-SCHEDULES = _words(
-    """linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt
-    reduce_lr_on_plateau cosine_with_min_lr cosine_warmup_with_min_lr warmup_stable_decay
-    greedy"""
+# as transformers spells them
+ATTENTION = "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"
+PROMPT_SETS = "shipped", "mt-bench", "gsm8k", "humaneval", "math-500", "speed-bench", "alpaca-eval", "cnn-dailymail"
+SCHEDULES = (
+    *("linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"),
+    *("reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy"),
 )
 
 RULES: dict[str, OptionRule] = {
@@ -908,5 +889,4 @@ def check_options(values: Mapping, where: str = "") -> None:
     _check_together(values)
     if where not in ("", "vocab"):  # which writes beside what it reads
         _check_output(values)
-    if where in CHECKS:
-        CHECKS[where](values)
+    _check_command(values, where)

@@ -299,13 +299,15 @@ def provenance_path(output: str | os.PathLike) -> Path:  # folder/provenance.jso
 
 
 def write_provenance(
-    output: str | os.PathLike,  # the folder or file that was made
-    command: str,  # what ran: the name of the command or of the function
-    arguments: Mapping | None = None,  # its arguments; secrets are removed
-    inputs: Mapping | Iterable = (),  # files, folders, hub ids, addresses: {role: path}, or paths alone
-    **results,  # what came out, e.g. rows=1000
-) -> Path:  # the file that was written
-    "Write the record beside an output, as a whole; an older record is kept in `earlier` (the last ten)."
+    output: str | os.PathLike,
+    command: str,
+    arguments: Mapping | None = None,
+    inputs: Mapping | Iterable = (),
+    **results,
+) -> Path:
+    """Write the record (as of `provenance`) of an output folder or file beside it, as a whole: the command that ran,
+    its arguments without secrets, its inputs (files, folders, hub ids, addresses: {role: path}, or paths alone) and
+    results, e.g. rows=1000. An older record is kept in `earlier` (the last ten). Returns the file."""
     path, record = provenance_path(output), provenance(command, arguments, inputs)
     if results:
         record["results"] = without_secrets(results)

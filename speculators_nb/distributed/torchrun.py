@@ -16,11 +16,9 @@ from typing import Any
 PROGRAM = "speculators-nb"
 
 
-def torchrun_line(
-    devices: int,  # of this machine
-    argv: list[str],  # of this program, its name first
-) -> str:  # as it is typed in a shell
-    "The command that runs this program with one rank for each device."
+def torchrun_line(devices: int, argv: list[str]) -> str:
+    """The command, as it is typed in a shell, that runs this program (argv: its name first) with one rank for each
+    device of this machine."""
     name = Path(argv[0]).name
     if "ipykernel" in name or name in ("", "-c"):  # a notebook, or python -c
         return f"torchrun --nproc-per-node {devices} SCRIPT.py"
@@ -34,27 +32,22 @@ LOST = re.compile("gloo|nccl|connection (closed|reset)|broken pipe|socket|proces
 PATIENCE = 40.0  # seconds in which torchrun ends the other ranks
 
 
-def this_rank() -> int:  # 0 outside of a job
-    "The rank of this process."
+def this_rank() -> int:
+    "The rank of this process; 0 outside of a job."
     return int(os.environ.get("RANK") or 0)
 
 
-def is_lost_connection(
-    e: BaseException,  # that ends this rank
-) -> bool:  # and that another rank has caused
-    "Whether a collective operation failed because another rank is gone."
+def is_lost_connection(e: BaseException) -> bool:
+    "Whether an error that ends this rank is of a collective operation that failed because another rank is gone."
     kind = type(e)
     if kind.__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError"):
         return True
     return kind is RuntimeError and bool(LOST.search(str(e)))
 
 
-def write_error(
-    message: str,  # one line
-    trace: str = "",  # of the exception, if a reader needs it
-    **more: Any,  # further fields, e.g. rank
-) -> None:
-    "Write why this process ends, where torchrun or a scheduler has named a file for it."
+def write_error(message: str, trace: str = "", **more: Any) -> None:
+    """Write why this process ends, with the trace if a reader needs it and further fields, where torchrun or a
+    scheduler has named a file for it."""
     file = os.environ.get(ERROR_FILE)
     if file:
         extra = {"py_callstack": trace or message, "timestamp": str(int(time.time())), **more}
@@ -62,12 +55,9 @@ def write_error(
         Path(file).write_text(json.dumps(content), encoding="utf-8")
 
 
-def end_rank(
-    e: BaseException,  # that ends a command in this process
-    message: str,  # in one line
-    code: int,  # exit code; 2: a mistake of the caller, 1: a fault of the program
-) -> str:  # the message, with the rank
-    "Leave the error of a rank for torchrun. A rank whose error another has caused waits for torchrun to end it."
+def end_rank(e: BaseException, message: str, code: int) -> str:
+    """Leave the error of a rank for torchrun; its message is returned, with the rank. Exit code 2 is a mistake of the
+    caller, 1 a fault of the program. A rank whose error another has caused waits for torchrun to end it."""
     rank = this_rank()
     if is_lost_connection(e):
         time.sleep(PATIENCE)
@@ -77,12 +67,8 @@ def end_rank(
     return f"rank {rank}: {message}"
 
 
-def failure_line(
-    rank: int,  # that failed first
-    failure: Any,  # torch's ProcessFailure of it
-    host: str,  # where
-) -> str:  # one line
-    "Which rank ended a job, and why."
+def failure_line(rank: int, failure: Any, host: str) -> str:
+    "Which rank, on which host, ended a job by failing first (torch's ProcessFailure), and why, in one line."
     who = f"rank {rank} on {host} (pid {failure.pid})"
     if failure.exitcode < 0:
         name = failure.signal_name()
@@ -98,10 +84,8 @@ def failure_line(
     return f"Error: {who} {why}. The job has ended; the same command with --resume continues it"
 
 
-def first_failure(
-    failures: dict[int, Any],  # rank -> torch's ProcessFailure
-) -> tuple[int, Any]:  # of the rank that is the cause
-    "The rank that failed first; one that was ended by torchrun (SIGTERM) only if none else."
+def first_failure(failures: dict[int, Any]) -> tuple[int, Any]:
+    "The rank that failed first, with its failure; one that was ended by torchrun (SIGTERM) only if none else."
     ended = -signal.SIGTERM
 
     def order(rank):
@@ -111,10 +95,9 @@ def first_failure(
     return rank, failures[rank]
 
 
-def launch(
-    args: list[str],  # options of torchrun, then a command of speculators-nb
-) -> int:  # exit code
-    "Run a command on several ranks. Where one fails, the last line on stderr names it."
+def launch(args: list[str]) -> int:
+    """Run torchrun's options and a command of speculators-nb on several ranks: the exit code. Where one fails, the last
+    line on stderr names it."""
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

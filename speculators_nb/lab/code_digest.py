@@ -71,10 +71,8 @@ def _described(value: Any, home: str, seen: tuple = ()) -> Any:
     return repr(value) if plain else type(value).__qualname__
 
 
-def code_digest(
-    value: Any,  # a class or a function, or a list of them
-) -> str:  # 16 hex digits
-    "A hash of what it computes."
+def code_digest(value: Any) -> str:
+    "A hash, 16 hex digits, of what a class or a function, or each of a list of them, computes."
     first = value[0] if isinstance(value, (list, tuple)) and value else value
     text = json.dumps(_described(value, _packages(first)))
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -50,13 +50,10 @@ def curves(found: Experiment) -> list[dict]:
     ]
 
 
-def debug_runs(
-    *folders: str | os.PathLike,  # of finished runs of an experiment
-    prompt: int = 0,  # of the held-out ones, as in `counts`
-) -> Debugger:
-    """Step through what runs' drafters write to one held-out prompt, greedily. Errors:
-    FileNotFoundError for a folder without a finished run, ValueError for a prompt that is none,
-    and for a drafter of a class that is not imported."""
+def debug_runs(*folders: str | os.PathLike, prompt: int = 0) -> Debugger:
+    """Step through what the drafters of finished runs write to one held-out prompt, as numbered in `counts`, greedily.
+    Errors: FileNotFoundError for a folder without a finished run, ValueError for a prompt that is none, and for a
+    drafter of a class that is not imported."""
     if not folders:
         raise ValueError("folders=(): is empty; name the folder of a run")
     verifier = shipped_data() / "tiny-verifier"  # where it is now
@@ -128,12 +125,13 @@ STEPS = (
 
 
 def write_runs_page(
-    folder: str | os.PathLike,  # of an experiment
-    path: str | os.PathLike | None = None,  # of the HTML file; None: index.html in the folder
-    baseline: str | None = None,  # setting that others are compared with; None: the first
-    found: Experiment | None = None,  # these runs; None: all in the folder
-) -> Path:  # of the file
-    """A page of all runs of a folder. Errors: FileNotFoundError where there is none,
+    folder: str | os.PathLike,
+    path: str | os.PathLike | None = None,
+    baseline: str | None = None,
+    found: Experiment | None = None,
+) -> Path:
+    """A page of all runs of an experiment's folder, or of those in `found`, at `path` (None: index.html in the folder);
+    settings are compared with the baseline (None: the first). Errors: FileNotFoundError where there is no run,
     ValueError for a baseline that is none of the settings."""
     found = found or read_experiment(folder)
     k = int(found.counts.k.max())

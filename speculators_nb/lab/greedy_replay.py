@@ -6,6 +6,7 @@ from typing import NamedTuple, cast
 
 import torch
 
+from ..data.chat_template import common_prefix
 from ..decode.generate import Generation, HiddenStates, Step, generate
 from ..decode.tree import Drafter, Sampling
 from ..verifier.tapped_model import Verifier
@@ -27,12 +28,10 @@ def _decoded(verifier, taps, prompt, **options) -> Generation:
 
 
 def greedy_texts(
-    verifier: Verifier,
-    prompts: list[list[int]],  # token ids of each request
-    max_new_tokens: int,  # output limit
-    eos_token_ids: Collection[int] = (),  # token ids that end an output
-) -> list[list[int]]:  # token ids of each output, a stop token included
-    "What the verifier writes: the slow part of `greedy_answers`, whatever a drafter reads."
+    verifier: Verifier, prompts: list[list[int]], max_new_tokens: int, eos_token_ids: Collection[int] = ()
+) -> list[list[int]]:
+    """What the verifier writes to prompts (token ids), at most `max_new_tokens` or up to an id that ends an output,
+    which is kept: the slow part of `greedy_answers`, whatever a drafter reads."""
     taps = HiddenStates(verifier.aux_layer_ids)
     return [
         _decoded(verifier, taps, prompt, max_new_tokens=max_new_tokens, eos_token_ids=eos_token_ids).tokens
@@ -41,14 +40,15 @@ def greedy_texts(
 
 
 def greedy_answers(
-    verifier: Verifier,  # taps the layers that the drafters read
-    prompts: list[list[int]],  # token ids of each request
-    max_new_tokens: int,  # output limit
-    eos_token_ids: Collection[int] = (),  # token ids that end an output
-    beyond: int = 8,  # the longest draft that will be replayed
-    texts: list[list[int]] | None = None,  # of `greedy_texts`; None: they are written here
+    verifier: Verifier,
+    prompts: list[list[int]],
+    max_new_tokens: int,
+    eos_token_ids: Collection[int] = (),
+    beyond: int = 8,
+    texts: list[list[int]] | None = None,
 ) -> list[Answer]:
-    "Answer every prompt, and keep what drafters read."
+    """Answer every prompt, and keep what drafters read, whose layers the verifier taps. `beyond` is the longest draft
+    that will be replayed; `texts` are of `greedy_texts` (None: they are written here)."""
     if texts is None:
         texts = greedy_texts(verifier, prompts, max_new_tokens, eos_token_ids)
     taps, found = HiddenStates(verifier.aux_layer_ids), []
@@ -59,14 +59,6 @@ def greedy_answers(
     return found
 
 
-def _agreeing(draft, text):
-    "How many tokens of a draft are those of the text, from the first on."
-    for i, (a, b) in enumerate(zip(draft, text)):
-        if a != b:
-            return i
-    return min(len(draft), len(text))
-
-
 def _draft(drafter, answer, tokens, n, read, requested) -> list[int]:
     "What the drafter proposes after n tokens; `read` states were given to it before."
     states = answer.states[read : n - 1] if drafter.aux_layer_ids else None
@@ -74,12 +66,10 @@ def _draft(drafter, answer, tokens, n, read, requested) -> list[int]:
 
 
 @torch.inference_mode()
-def replay(
-    drafter: Drafter,  # reads the layers of the answer's states, all of them
-    answer: Answer,  # from `greedy_answers`
-    k: int,  # tokens drafted in a step, at most `beyond`
-) -> Generation:  # that of `generate` at temperature 0
-    "The steps in which a drafter that proposes chains would have written an answer."
+def replay(drafter: Drafter, answer: Answer, k: int) -> Generation:
+    """The steps in which a drafter that proposes chains, and reads all layers of the answer's states, would have
+    written an answer of `greedy_answers`, with k tokens drafted in a step, at most `beyond`: what `generate` returns at
+    temperature 0."""
     drafter.reset()
     known = [*answer.prompt, *answer.tokens, *answer.following]
     tokens, end = torch.tensor(known), len(answer.prompt) + len(answer.tokens)
@@ -90,7 +80,7 @@ def replay(
         if requested:
             draft = _draft(drafter, answer, tokens, n, read, requested)
             read = n - 1
-        accepted = _agreeing(draft, known[n:])
+        accepted = common_prefix(draft, known[n:])
         new = known[n : min(n + accepted + 1, end)]
         steps.append(Step(requested, draft, accepted, new))
         n += len(new)
@@ -99,16 +89,13 @@ def replay(
 
 
 @torch.inference_mode()
-def accepted_along(
-    drafter: Drafter,  # reads the layers of the answer's states, all of them
-    answer: Answer,  # from `greedy_answers`
-    k: int,  # tokens drafted at each position, at most `beyond`
-) -> list[int]:  # of each token of the answer but the first
-    "How many tokens of a draft would be accepted if a step began with this token."
+def accepted_along(drafter: Drafter, answer: Answer, k: int) -> list[int]:
+    """How many tokens of a draft of k, at most `beyond`, would be accepted if a step began with a token, for each of
+    the answer's but the first. The drafter reads all layers of the answer's states."""
     drafter.reset()
     known = [*answer.prompt, *answer.tokens, *answer.following]
     tokens, first, accepted = torch.tensor(known), len(answer.prompt) + 1, []
     for n in range(first, first + len(answer.tokens) - 1):
         read = 0 if n == first else n - 2
-        accepted.append(_agreeing(_draft(drafter, answer, tokens, n, read, k), known[n:]))
+        accepted.append(common_prefix(_draft(drafter, answer, tokens, n, read, k), known[n:]))
     return accepted

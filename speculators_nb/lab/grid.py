@@ -53,11 +53,9 @@ from .shipped import shipped_data
 Contenders = Mapping[str, tuple[str, dict[str, Any]]]  # name -> (algorithm, arguments)
 
 
-def grid(
-    algorithm: str,  # a registered `speculators_model_type`
-    **factors: Sequence | Mapping[str, Any],  # argument -> its values, or name -> value
-) -> dict[str, tuple[str, dict[str, Any]]]:  # name -> (algorithm, arguments), for `experiment`
-    "Every combination of the factors' values. Errors: ValueError for a factor without values."
+def grid(algorithm: str, **factors: Sequence | Mapping[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Every combination of the factors' values (argument -> its values, or name -> value) of a registered algorithm:
+    name -> (algorithm, arguments), for `experiment`. Errors: ValueError for a factor without values."""
     if empty := [name for name, values in factors.items() if not len(values)]:
         raise ValueError(f"{empty[0]} has no values: give at least one")
     named = [
@@ -79,10 +77,8 @@ class Measured(NamedTuple):
     max_new_tokens: int = 160  # of one answer
 
 
-def is_shipped(
-    record: Mapping[str, Any],  # of the verifier of some features: its fingerprints
-) -> bool:
-    "Whether features are of the shipped verifier, by its weights, wherever it was."
+def is_shipped(record: Mapping[str, Any]) -> bool:
+    "Whether features, by the record of their verifier, are of the shipped one, by its weights, wherever it was."
     try:
         verifier = shipped_data() / "tiny-verifier"
     except FileNotFoundError:  # outside a clone there is none, nor its prompts
@@ -116,8 +112,9 @@ class Subject(NamedTuple):
             raise ValueError(f"{where}: data_config.json does not say which verifier made them")
         return cls(str(features), str(verifier), str(heldout))
 
-    def described(self) -> dict[str, Any]:  # what a result depends on, by name
-        "The shipped features' name is a hash of their content; others bring their record."
+    def described(self) -> dict[str, Any]:
+        """What a result depends on, by name. The shipped features' name is a hash of their content; others bring their
+        record."""
         about: dict[str, Any] = dict(features=Path(self.features).name)
         if self.verifier is not None:
             about |= dict(record=read_data_config(self.features), heldout=self.heldout)
@@ -135,8 +132,8 @@ class Run(NamedTuple):
     subject: Subject
     measured: Measured
 
-    def described(self) -> dict[str, Any]:  # what the result depends on, by name
-        "Without the setting's name; the code of what is not this library's as a hash."
+    def described(self) -> dict[str, Any]:
+        "What the result depends on, by name, without the setting's; the code of what is not this library's as a hash."
         drafter = SpeculatorModel.registered_class(self.algorithm)
         own = not drafter.__module__.startswith("speculators_nb.")
         losses = [function for function, *_ in own_losses([self]).values()]
@@ -162,8 +159,8 @@ class Run(NamedTuple):
         return about | dict(arguments=changed, step=step)
 
     @property
-    def key(self) -> str:  # 16 hex digits
-        "The name of its folder."
+    def key(self) -> str:
+        "The name of its folder: 16 hex digits."
         text = json.dumps(self.described(), sort_keys=True, default=code_digest)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -199,13 +196,10 @@ def _answers(
     return answers, setting.domains
 
 
-def counts_of(
-    drafter: Any,  # as from `model.drafter()`
-    measured: Measured,
-    subject: Subject,
-    kept: Path,  # file of the verifier's answers, written by the first run
-) -> pd.DataFrame:  # k, prompt, domain, steps, steps_drafted, proposed, accepted, at_1, at_2, …
-    "Steps and accepted tokens on every held-out prompt."
+def counts_of(drafter: Any, measured: Measured, subject: Subject, kept: Path) -> pd.DataFrame:
+    """Steps and accepted tokens of a drafter (`model.drafter()`) on every held-out prompt: k, prompt, domain, steps,
+    steps_drafted, proposed, accepted, at_1, at_2, …; the verifier's answers are in the file `kept`, written by the
+    first run."""
     stored = read_data_config(subject.features)["hidden_states"]["layer_ids"]
     layers = sorted({*stored, *drafter.aux_layer_ids})
     answers, domains = _answers(measured, subject, tuple(layers), kept)
@@ -220,19 +214,10 @@ def counts_of(
     return pd.DataFrame(rows)
 
 
-def _as_text(value):
-    "An argument as a table shows it."
-    return getattr(value, "__name__", None) or str(value)
-
-
 class Pace(TrainerCallback):
-    "Says once, a few seconds into the first run, how long the training of all takes at its pace."
+    "Says once, a few seconds into the first run, how long the training of all runs takes at its pace, so many at once."
 
-    def __init__(
-        self,
-        runs: int,  # that are to be done
-        at_once: int,  # of them
-    ):
+    def __init__(self, runs: int, at_once: int):
         self.runs, self.at_once = runs, at_once
         self.began: float | None = None  # when the first step ended; None: before, and once it is said
 
@@ -251,12 +236,9 @@ def _say(text):
     tqdm.write(text, file=sys.stderr)
 
 
-def do_run(
-    run: Run,
-    folder: Path,  # appears when all is done
-    pace: Pace | None = None,  # of the first run, where no other says how long one takes
-) -> None:
-    "Train, measure and store."
+def do_run(run: Run, folder: Path, pace: Pace | None = None) -> None:
+    """Train, measure and store in a folder that appears when all is done; `pace` is of the first run, where no other
+    says how long one takes."""
     start = time.perf_counter()
     once: dict[str, Any] = dict(eval_share=0.0, eval_strategy="no", seed=run.seed, callbacks=[pace] if pace else None)
     with atomic_folder(folder) as building:
@@ -266,7 +248,7 @@ def do_run(
         drafter = SpeculatorModel.from_pretrained(drafter_folder).drafter()
         counts = counts_of(drafter, run.measured, run.subject, folder.with_name("answers.json"))
         counts.to_csv(building / "counts.csv", index=False)
-        given = {name: _as_text(value) for name, value in run.arguments.items()}
+        given = {name: getattr(value, "__name__", None) or str(value) for name, value in run.arguments.items()}
         about = dict(setting=run.setting, seed=run.seed, algorithm=run.algorithm, arguments=given)
         text = json.dumps(about, indent=1, ensure_ascii=False)
         (building / "setting.json").write_text(text, encoding="utf-8")
@@ -372,21 +354,14 @@ class Experiment:
     counts: pd.DataFrame  # setting, seed, then as `counts_of`
     failed: dict[str, str] = field(default_factory=dict)  # run -> its error
 
-    def table(
-        self,
-        k: int | None = None,  # tokens drafted in a step; None: the most
-        baseline: str | None = None,  # setting that others are compared with; None: the first
-    ) -> pd.DataFrame:  # as `results_table`
-        "Mean acceptance length of every setting, with paired differences."
+    def table(self, k: int | None = None, baseline: str | None = None) -> pd.DataFrame:
+        """Mean acceptance length of every setting, with paired differences from the baseline (None: the first setting),
+        at k tokens drafted in a step (None: the most); as `results_table`."""
         return results_table(self.counts, k or int(self.counts.k.max()), baseline)
 
-    def plot(
-        self,
-        factor: str = "setting",  # an argument that varies, or the settings as they are
-        k: int | None = None,  # tokens drafted in a step; None: the most
-        title: str | None = None,  # None: the best value
-    ) -> Figure:
-        "Mean acceptance length by a factor: seeds as dots, means with their 95 % intervals."
+    def plot(self, factor: str = "setting", k: int | None = None, title: str | None = None) -> Figure:
+        """Mean acceptance length by a factor, an argument that varies or the settings as they are: seeds as dots, means
+        with their 95 % intervals. `k`: tokens drafted in a step (None: the most); `title` None: the best value."""
         k = k or int(self.counts.k.max())
         runs = _values(self.runs, factor)
         lengths = measures(self.counts, k)[LENGTH].rename("length").reset_index()
@@ -420,11 +395,9 @@ def _draw_line(ax, line, order, colour, marker, label):
     ax.errorbar(at, mean, whiskers, marker=marker, color=colour, capsize=3, label=label)
 
 
-def read_run(
-    folder: Path,  # of a finished run
-    setting: str | None = None,  # its name in this experiment; None: as stored
-) -> tuple[dict[str, Any], pd.DataFrame]:  # setting, seed, algorithm, arguments, folder; counts
-    "A run's row of the tables. Errors: FileNotFoundError where there is no finished run."
+def read_run(folder: Path, setting: str | None = None) -> tuple[dict[str, Any], pd.DataFrame]:
+    """A run's row of the tables: setting (None: its stored name), seed, algorithm, arguments, folder; and its counts.
+    Errors: FileNotFoundError where there is no finished run."""
     if not (folder / "setting.json").is_file():
         raise FileNotFoundError(f"{folder}: is no finished run: it has no setting.json")
     about = read_object(folder / "setting.json")
@@ -441,11 +414,9 @@ def _together(found, failed=None) -> Experiment:
     return Experiment(pd.DataFrame(rows), pd.concat(counts, ignore_index=True), failed or {})
 
 
-def read_experiment(
-    folder: str | os.PathLike,  # that `experiment` wrote
-) -> Experiment:  # of all runs in it, those of other calls too
-    """Every finished run of a folder; runs of one name and seed have their keys in the name.
-    Errors: FileNotFoundError where there is none."""
+def read_experiment(folder: str | os.PathLike) -> Experiment:
+    """Every finished run of a folder that `experiment` wrote, those of other calls too; runs of one name and seed have
+    their keys in the name. Errors: FileNotFoundError where there is none."""
     runs = sorted(Path(folder).glob("[!.]*/setting.json"))
     if not runs:
         raise FileNotFoundError(f"{folder}: has no finished run; name the folder of an experiment")
@@ -458,13 +429,10 @@ def read_experiment(
     return _together(sorted(found, key=lambda pair: (pair[0]["setting"], pair[0]["seed"])))
 
 
-def seconds_to_go(
-    runs: Sequence[Run],  # all of an experiment
-    folder: Path,  # of the experiment
-    failed: Mapping[str, str],  # names of those that are not tried again
-    workers: int,
-) -> float | None:  # None: no run is there that says how long one takes
-    "How long the missing runs take: as those of the same setting took that are there, else as all of them did."
+def seconds_to_go(runs: Sequence[Run], folder: Path, failed: Mapping[str, str], workers: int) -> float | None:
+    """How long the missing runs of an experiment's folder take: as those of the same setting took that are there, else
+    as all of them did; runs that have failed are not tried again. None: no run is there that says how long one
+    takes."""
     took: dict[str, list[float]] = {}
     for run in runs:
         if (folder / run.key).is_dir():
@@ -484,9 +452,9 @@ class EveryRunFailed(RuntimeError):
 
 def planned(
     contenders: Contenders, seeds: int, k: int, measured: Measured, subject: Subject, args: dict[str, Any]
-) -> list[Run]:  # seed by seed
-    """The runs of an experiment. Errors: ValueError for an option out of its range, and for two
-    settings that are the same once defaults are filled in."""
+) -> list[Run]:
+    """The runs of an experiment, seed by seed. Errors: ValueError for an option out of its range, and for two settings
+    that are the same once defaults are filled in."""
     if not contenders:
         raise ValueError("contenders is empty: give a name, an algorithm and arguments")
     if seeds < 1:
@@ -578,10 +546,8 @@ def experiment(
     return finished()
 
 
-def announce(
-    folder: str | os.PathLike,  # of an experiment
-) -> Callable[[Experiment], None]:  # for `after_each`
-    "Print one line for every run that is not in the folder now."
+def announce(folder: str | os.PathLike) -> Callable[[Experiment], None]:
+    "For `after_each`: print one line for every run that is not in the experiment's folder now."
     before = {str(path.parent) for path in Path(folder).glob("[!.]*/setting.json")}
 
     def finished(found):

@@ -21,17 +21,16 @@ def _sums(counts, k):
     return counts[columns].to_numpy(float)
 
 
-def _ratios(sums):  # [..., 2 + k] -> [..., 1 + k]
-    "Mean acceptance length, then the acceptance rate at each position."
+def _ratios(sums):
+    "Mean acceptance length, then the acceptance rate at each position: [..., 2 + k] -> [..., 1 + k]."
     steps = sums[..., :1]
     return np.concatenate([1 + sums[..., 1:2] / steps, sums[..., 2:] / steps], -1)
 
 
-def measures(
-    counts: pd.DataFrame,  # one row for each setting, seed, k and prompt
-    k: int,  # tokens drafted in a step
-) -> pd.DataFrame:  # (setting, seed) -> `LENGTH`, "position 1", … "position k"
-    "Acceptance of every run, its prompts pooled. Errors: ValueError for a `k` not measured."
+def measures(counts: pd.DataFrame, k: int) -> pd.DataFrame:
+    """Acceptance of every run at k tokens drafted in a step, its prompts pooled: (setting, seed) -> `LENGTH`, "position
+    1", … "position k". The counts have a row for each setting, seed, k and prompt. Errors: ValueError for a `k` not
+    measured."""
     own = counts[counts.k == k]
     if own.empty:
         lengths = ", ".join(map(str, sorted(counts.k.unique())))
@@ -42,21 +41,16 @@ def measures(
     return pd.DataFrame(list(rows.values()), index, names)
 
 
-def t_quantile(
-    df: int,  # degrees of freedom, at least 1
-    level: float = 0.95,  # share of the distribution between -t and t
-) -> float:
-    "t such that Student's t lies between -t and t with this probability."
+def t_quantile(df: int, level: float = 0.95) -> float:
+    "t such that Student's t of `df` degrees of freedom, at least 1, is between -t and t with probability `level`."
     angle = np.linspace(0, np.pi / 2, 100_001)
     density = np.cos(angle) ** (df - 1)
     share = np.concatenate([[0], np.cumsum(density[1:] + density[:-1])])
     return float(np.sqrt(df) * np.tan(np.interp(level, share / share[-1], angle)))
 
 
-def t_interval(
-    values: Sequence[float] | np.ndarray,  # one for each seed
-) -> tuple[float, float, float]:  # mean, low, high; NaN bounds for a single value
-    "The mean with its 95 % interval."
+def t_interval(values: Sequence[float] | np.ndarray) -> tuple[float, float, float]:
+    "The mean of values, one for each seed, with its 95 % interval: mean, low, high; NaN bounds for a single value."
     values = np.asarray(values, float)
     n, mean = len(values), float(np.mean(values))
     if n < 2:
@@ -91,14 +85,11 @@ def _difference(both, k):
     return np.array([t_interval(d) for d in by_seed.T]), f"t over {len(both)} seeds"
 
 
-def differences(
-    counts: pd.DataFrame,  # one row for each setting, seed, k and prompt
-    baseline: str,  # the setting that the others are compared with
-    k: int,  # tokens drafted in a step
-) -> pd.DataFrame:  # setting, measure, difference, low, high, seeds, interval
-    """Every setting minus the baseline, on the prompts and seeds that both have. A setting
-    without a seed in common is left out. Errors: ValueError for a baseline that is none of
-    the settings, a `k` not measured, or different prompts."""
+def differences(counts: pd.DataFrame, baseline: str, k: int) -> pd.DataFrame:
+    """Every setting minus the baseline at k tokens drafted in a step, on the prompts and seeds that both have: setting,
+    measure, difference, low, high, seeds, interval. The counts are as of `measures`. A setting without a seed in common
+    is left out. Errors: ValueError for a baseline that is none of the settings, a `k` not measured, or different
+    prompts."""
     names = list(measures(counts, k).index.get_level_values("setting").unique())
     if baseline not in names:
         raise ValueError(f"baseline={shown(baseline)}: is none of the settings. {near(baseline, names)}")
@@ -116,23 +107,15 @@ def differences(
     return pd.DataFrame(rows, columns=columns)
 
 
-def as_text(
-    value: float,
-    low: float,  # NaN: not known
-    high: float,
-    sign: bool = False,  # with a plus where it is positive
-) -> str:  # "+0.21 [0.12, 0.30]"
-    "An estimate and its interval."
+def as_text(value: float, low: float, high: float, sign: bool = False) -> str:
+    "An estimate and its interval (NaN: not known), with a plus where it is positive if `sign`: +0.21 [0.12, 0.30]."
     number = f"{value:+.2f}" if sign else f"{value:.2f}"
     return number if np.isnan(low) else f"{number} [{low:.2f}, {high:.2f}]"
 
 
-def results_table(
-    counts: pd.DataFrame,  # one row for each setting, seed, k and prompt
-    k: int,  # tokens drafted in a step
-    baseline: str | None = None,  # None: the first setting
-) -> pd.DataFrame:  # setting -> seeds, mean length, position 1 and k, difference; longest first
-    "Mean acceptance length of every setting over its seeds, and its paired difference from the baseline."
+def results_table(counts: pd.DataFrame, k: int, baseline: str | None = None) -> pd.DataFrame:
+    """Mean acceptance length of every setting over its seeds, at positions 1 and k as well, and its paired difference
+    from the baseline (None: the first setting), the longest first. The counts are as of `measures`."""
     found = measures(counts, k)
     baseline = baseline or str(found.index[0][0])
     pairs = differences(counts, baseline, k)
@@ -183,13 +166,10 @@ def _resampled(counts, names, k, draws, rng):
     return np.array(found)
 
 
-def rank_correlation(
-    first: pd.DataFrame,  # one row for each setting, seed, k and prompt
-    second: pd.DataFrame,  # of another experiment with these settings, every seed on every prompt
-    k: int,  # tokens drafted in a step
-    draws: int = 2000,  # resampled prompts and seeds, for the interval
-) -> RankCorrelation:
-    "Whether two experiments order their settings alike, by mean acceptance length."
+def rank_correlation(first: pd.DataFrame, second: pd.DataFrame, k: int, draws: int = 2000) -> RankCorrelation:
+    """Whether two experiments order their settings alike, by mean acceptance length at k tokens drafted in a step; the
+    interval is of `draws` resampled prompts and seeds. The counts, as of `measures`, have every seed on every
+    prompt."""
     both = [measures(counts, k)[LENGTH].groupby("setting").mean() for counts in (first, second)]
     names = [str(name) for name in both[0].index if name in both[1].index]
     rng = np.random.default_rng(0)

@@ -8,9 +8,10 @@ from pathlib import Path
 from ..core.files import not_only_ours
 
 
-def shipped_data() -> Path:  # the folder `data` of the clone
-    """Where the shipped verifier, corpus and answers are: upwards from the working folder, in this package's clone or a
-    folder that nobody else can write to. Errors: FileNotFoundError outside a clone."""
+def shipped_data() -> Path:
+    """The folder `data` of the clone, where the shipped verifier, corpus and answers are: upwards from the working
+    folder, in this package's clone or a folder that nobody else can write to. Errors: FileNotFoundError outside a
+    clone."""
     own_clone = Path(str(files("speculators_nb"))).parent / "data"
     doubts = []
     for folder in (Path.cwd(), *Path.cwd().parents):
@@ -30,8 +31,6 @@ def shipped_data() -> Path:  # the folder `data` of the clone
     )
 
 
-def read_corpus(
-    path: str | os.PathLike,  # a .jsonl file, one conversation a line
-) -> list[dict]:  # {"id", "domain", "messages": [{"role", "content"}, …]}
-    "Conversations from a file."
+def read_corpus(path: str | os.PathLike) -> list[dict]:
+    "Conversations {id, domain, messages: [{role, content}, …]} from a .jsonl file, one a line."
     return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]

@@ -19,12 +19,14 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, sort_
 from ..core.checkpoints import checkpoint_index, load_tensors, read_state
 from ..core.files import atomic_write, read_object
 from ..core.options import shown
-from ..distributed.shard_files import has_shards, load_model_shards, shards_problem
 from ..distributed.sharded_training import (
+    has_shards,
+    load_model_shards,
     load_training_shards,
     plain_optimizer,
     save_model_config,
     save_training_state,
+    shards_problem,
     split_states,
 )
 from ..distributed.sharding import gather, is_sharded, load_whole, local
@@ -58,10 +60,9 @@ def _state_problem(folder: Path) -> str | None:
             return f"{file}: {name}={shown(value)} is of another type; take an older checkpoint"
 
 
-def checkpoint_problem(
-    folder: str | os.PathLike,  # a checkpoint-N folder
-) -> str | None:  # what is missing or incomplete, in words; None: training can resume from it
-    "Check that a checkpoint is complete, without reading its tensors."
+def checkpoint_problem(folder: str | os.PathLike) -> str | None:
+    """What of a checkpoint-N folder is missing or incomplete, without reading its tensors; None: training can resume
+    from it."""
     folder = Path(folder)
     try:
         if problem := _state_problem(folder):
@@ -78,11 +79,9 @@ def checkpoint_problem(
             return f"{folder / name}: missing or cut off"
 
 
-def last_checkpoint(
-    output_dir: str | os.PathLike,  # where a run keeps its checkpoints
-) -> str | None:  # the newest one that is complete; None: there is none
-    """Find the checkpoint to resume from. Incomplete ones, and those of an earlier run, are
-    named in a warning and passed over."""
+def last_checkpoint(output_dir: str | os.PathLike) -> str | None:
+    """The newest checkpoint of an output folder that is complete, to resume from; None: there is none. Incomplete ones,
+    and those of an earlier run, are named in a warning and passed over."""
     run = read_record(output_dir).get("run")
     for folder in reversed(sort_checkpoints(str(output_dir))):
         if problem := checkpoint_problem(folder):
@@ -93,13 +92,9 @@ def last_checkpoint(
             return folder
 
 
-def surplus_checkpoints(
-    folder: str | os.PathLike,  # with checkpoint-N folders
-    state: TrainerState,  # of the run; the checkpoint of its step is there
-    limit: int | None,  # checkpoints to keep; None: all
-) -> list[str]:  # to delete, in this order
-    """Checkpoints beyond save_total_limit: first those of an earlier run, which are ahead of
-    this one, then the oldest; never the last or the best."""
+def surplus_checkpoints(folder: str | os.PathLike, state: TrainerState, limit: int | None) -> list[str]:
+    """Checkpoints of a folder beyond save_total_limit (None: no limit), to delete in this order: first those of an
+    earlier run, which are ahead of this one, then the oldest; never the last, that of the state's step, or the best."""
     present = sort_checkpoints(str(folder))
     if not limit:
         return []
@@ -124,10 +119,9 @@ def _readable(checkpoint, what):
         ) from e
 
 
-def newest_checkpoint(
-    output_dir: str | os.PathLike,  # where the run keeps its checkpoints
-) -> str | None:  # None: training starts at step 0, and nothing is lost by that
-    "The checkpoint of `resume=True`. Errors: ValueError for a drafter without a checkpoint."
+def newest_checkpoint(output_dir: str | os.PathLike) -> str | None:
+    """The checkpoint of `resume=True`; None: training starts at step 0, and nothing is lost by that. Errors: ValueError
+    for a drafter without a checkpoint."""
     checkpoint = last_checkpoint(output_dir)
     if checkpoint is not None:
         return checkpoint
@@ -141,11 +135,8 @@ def newest_checkpoint(
     log.warning(f"No complete checkpoint in {output_dir}: training starts at step 0.")
 
 
-def named_checkpoint(
-    checkpoint: str | os.PathLike,  # a checkpoint-N folder
-    output_dir: str | os.PathLike,  # where the run goes
-) -> str:  # the same checkpoint
-    "Errors: ValueError for an incomplete checkpoint, and for an output folder that holds another run."
+def named_checkpoint(checkpoint: str | os.PathLike, output_dir: str | os.PathLike) -> str:
+    "The checkpoint itself. Errors: ValueError for an incomplete one, and for an output folder that holds another run."
     if problem := checkpoint_problem(checkpoint):
         raise ValueError(f"cannot resume from {checkpoint}: {problem}")
     elsewhere = Path(checkpoint).resolve().parent != Path(output_dir).resolve()
@@ -157,11 +148,9 @@ def named_checkpoint(
     return str(checkpoint)
 
 
-def config_changes(
-    checkpoint: str | os.PathLike,  # a checkpoint-N folder
-    config: Any,  # the model's PretrainedConfig; None: nothing is compared
-) -> list[str]:  # "field was x, is y"
-    "Fields of the checkpoint's config.json that differ from the model's config."
+def config_changes(checkpoint: str | os.PathLike, config: Any) -> list[str]:
+    """Fields of a checkpoint's config.json that differ from the model's config (None: nothing is compared), as
+    `differences`."""
     file = Path(checkpoint) / "config.json"
     if config is None or not file.is_file():
         return []
@@ -174,12 +163,9 @@ def config_changes(
     return differences(old, new)
 
 
-def check_same_run(
-    checkpoint: str | os.PathLike,  # a checkpoint-N folder
-    record: Mapping,  # of the call at hand, from `run_record`
-    config: Any,  # the model's PretrainedConfig, or None
-) -> None:
-    "Errors: ValueError naming what has changed since the checkpoint was made."
+def check_same_run(checkpoint: str | os.PathLike, record: Mapping, config: Any) -> None:
+    """Errors: ValueError naming what has changed since the checkpoint was made: the record of the call at hand, or the
+    model's config, if any."""
     old = read_record(checkpoint)
     if changed := run_changes(old, record) + config_changes(checkpoint, config):
         raise ValueError(
@@ -192,9 +178,7 @@ def check_same_run(
         )
 
 
-def close_progress_bars(
-    trainer: Trainer,  # stopped or finished
-) -> None:
+def close_progress_bars(trainer: Trainer) -> None:
     "So that an error message begins on a line of its own. The lower bar is closed first."
     for callback in trainer.callback_handler.callbacks:
         for name in ("prediction_bar", "training_bar"):
@@ -216,7 +200,7 @@ class WholeCheckpoints(Trainer):
     outdated: Sequence[str] = ()  # checkpoints of the replaced run, deleted at the first save
     done = False  # the run had finished before, and nothing was left to do
 
-    def run_record(self) -> dict:  # as from `run_record.run_record`
+    def run_record(self) -> dict:
         "The settings, the model's training arguments, the data and the verifier that made them."
         dataset: Any = self.train_dataset
         source = getattr(dataset, "dataset", dataset)

@@ -36,14 +36,10 @@ def parts_of(row: dict) -> list[list[int]]:  # an odd number; the first and the 
     return [part.tolist() for part in np.split(np.asarray(row["input_ids"]), edges)]
 
 
-def answer_again(
-    verifier: Verifier,  # taps what the drafter reads
-    drafter: Drafter,
-    rows: list[dict],  # input_ids, loss_mask
-    **options: Any,  # further arguments of `generate`
-) -> list[dict]:  # input_ids, loss_mask, forward_passes of the verifier
-    """Rows with fresh answers, turn by turn, each behind the fresh answers before it. A row ends where an answer was
-    cut or the context is full; one that begins with an answer stays as it is."""
+def answer_again(verifier: Verifier, drafter: Drafter, rows: list[dict], **options: Any) -> list[dict]:
+    """Rows (input_ids, loss_mask) with fresh answers, turn by turn, each behind the fresh answers before it, and the
+    verifier's forward_passes; it taps what the drafter reads, and `options` are of `generate`. A row ends where an
+    answer was cut or the context is full; one that begins with an answer stays as it is."""
     between = [parts_of(row)[::2] for row in rows]
     answered = [i for i, parts in enumerate(between) if parts[0]]
     fresh: list[dict[str, Any]] = [
@@ -77,14 +73,11 @@ FOLDER = "fresh_answers"  # in the output folder of a run
 
 
 class FreshAnswers(TrainerCallback):
-    """Before every `regenerate_every`-th epoch but the first: answer the training rows of `LiveFeatures` again. An
-    epoch keeps its number of steps. Errors: ValueError where the verifier cannot answer beside the training."""
+    """Before every `regenerate_every`-th epoch but the first: answer the training rows of `LiveFeatures`, perhaps a
+    `Subset` of it, again. An epoch keeps its number of steps. Errors: ValueError where the verifier cannot answer
+    beside the training."""
 
-    def __init__(
-        self,
-        dataset: Any,  # of the training: `LiveFeatures`, perhaps a `Subset` of it
-        args: Any,  # SpeculatorTrainingArguments with `regenerate_every`
-    ):
+    def __init__(self, dataset: Any, args: Any):
         self.every, self.source = args.regenerate_every, source_of(dataset)
         name = f"regenerate_every={self.every}"
         if args.world_size > 1:

@@ -32,10 +32,9 @@ def _position_columns(metrics) -> dict[str, str]:
     return {m[0]: f"accuracy {n}" for n, m in enumerate(by_position, 1)}
 
 
-def evaluation_table(
-    log_history: list[dict],  # of a Trainer's state
-) -> pd.DataFrame:  # step, epoch, loss, held-out loss, mean length, accuracy 1 to 3, learning rate
-    "One row an evaluation, or a log where there is none; positions count from one."
+def evaluation_table(log_history: list[dict]) -> pd.DataFrame:
+    """A Trainer's log history as a table: step, epoch, loss, held-out loss, mean length, accuracy 1 to 3, learning
+    rate; one row an evaluation, or a log where there is none; positions count from one."""
     logs = [row for row in log_history if "train_runtime" not in row]
     evaluated = any("eval_loss" in row for row in logs)
     rows, last = [], {}
@@ -53,10 +52,9 @@ def evaluation_table(
     return pd.DataFrame(rows)
 
 
-def log_table(
-    trainer: Trainer,  # any Trainer that has run
-) -> pd.DataFrame:  # per logged step: epoch, loss, grad_norm, learning_rate, metrics, eval_*
-    "A run's history as a table."
+def log_table(trainer: Trainer) -> pd.DataFrame:
+    """The history of any Trainer that has run as a table, a row for each logged step: epoch, loss, grad_norm,
+    learning_rate, metrics, eval_*."""
     rows = [row for row in trainer.state.log_history if "train_runtime" not in row]
     if not rows:
         return pd.DataFrame()
@@ -75,17 +73,13 @@ def _text(name, value):
     return text.rjust(max(len(name), 6))
 
 
-def row_line(
-    row: Mapping,  # of `evaluation_table`; None or NaN is left empty
-) -> str:
-    "A row as a line of aligned columns."
+def row_line(row: Mapping) -> str:
+    "A row of `evaluation_table` as a line of aligned columns; None or NaN is left empty."
     return "  ".join(_text(name, value) for name, value in row.items())
 
 
-def header_line(
-    row: Mapping,  # of `evaluation_table`
-) -> str:
-    "The names of its columns, above them."
+def header_line(row: Mapping) -> str:
+    "The names of the columns of a row of `evaluation_table`, above them."
     return "  ".join(name.rjust(6) for name in row)
 
 
@@ -119,10 +113,9 @@ def _table_of(run) -> pd.DataFrame:
     return table.reset_index() if "step" not in table else table
 
 
-def plot_runs(
-    runs: Mapping[str, Any],  # name (may be empty) -> trainer, its output folder, or a `log_table`
-) -> Figure:  # the losses, and the mean acceptance length where it was measured
-    "Training runs laid over each other, one colour each."
+def plot_runs(runs: Mapping[str, Any]) -> Figure:
+    """Training runs laid over each other, one colour each: the losses, and the mean acceptance length where it was
+    measured. A run, by its name (may be empty), is a trainer, its output folder, or a `log_table`."""
     import matplotlib.pyplot as plt  # here: most training draws nothing
 
     from ..core.plot import look, new_axes, plot_loss
@@ -238,16 +231,12 @@ class LiveView(TrainerCallback):
         self.button.description = "Stopped" if self.request.wanted else "Finished"
 
 
-def was_stopped(
-    trainer: Trainer,  # any that has run
-) -> bool:
-    "Whether a run ended by a `StopRequest`, before its last step."
+def was_stopped(trainer: Trainer) -> bool:
+    "Whether the run of a trainer ended by a `StopRequest`, before its last step."
     return trainer.state.global_step < trainer.state.max_steps and any(r.wanted for r in _requests(trainer))
 
 
-def was_interrupted(
-    trainer: Trainer,  # any that has run
-) -> bool:
+def was_interrupted(trainer: Trainer) -> bool:
     "Whether it was stopped by an Interrupt, which is for the cells after this one too."
     return was_stopped(trainer) and any(request.interrupted for request in _requests(trainer))
 

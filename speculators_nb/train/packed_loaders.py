@@ -19,10 +19,9 @@ from .training_arguments import SpeculatorTrainingArguments
 log = logging.getLogger(__name__)
 
 
-def lengths_of(
-    dataset: Any,  # samples with input_ids
-) -> list[int]:  # tokens of each sample
-    "The dataset's own `lengths`, those of the parent for a `Subset`; without them each sample is read once."
+def lengths_of(dataset: Any) -> list[int]:
+    """Tokens of each sample: the dataset's own `lengths`, those of the parent for a `Subset`; without them each sample
+    is read once."""
     if isinstance(dataset, Subset):
         parent = lengths_of(dataset.dataset)
         return [parent[i] for i in dataset.indices]
@@ -32,22 +31,16 @@ def lengths_of(
     return lengths
 
 
-def row_seed(
-    seed: int,  # of the run
-    epoch: int,  # from 0
-    row: int,  # index of the packed row in the epoch's order
-) -> int:  # 63 bits
-    "The seed of a packed row's random choices in one epoch."
+def row_seed(seed: int, epoch: int, row: int) -> int:
+    "The seed, of 63 bits, of a packed row's random choices, by its index in the order of an epoch, from 0."
     digest = hashlib.sha256(f"{seed}/{epoch}/{row}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
 @contextlib.contextmanager
-def kept_rng(
-    device: torch.device,  # the device whose generator is kept, besides the CPU's
-    seed: int | None = None,  # of the draws in the block; None: they continue
-):
-    "Restore torch's random state at the end of the block."
+def kept_rng(device: torch.device, seed: int | None = None):
+    """Restore torch's random state, of the CPU and of the device, at the end of the block; `seed` is of the draws in it
+    (None: they continue)."""
     module = None if device.type == "cpu" else torch.get_device_module(device)
     cpu_state = torch.get_rng_state()
     device_state = module.get_rng_state() if module else None
@@ -88,13 +81,9 @@ class PackedLoaders(Trainer):
     def _laid_out(self, sample):
         return self.shift(sample) if self.shift else sample
 
-    def warn_cut(
-        self,
-        dataset: Any,  # as of `rows`
-        rows: PackedBatchSampler,  # its packed rows
-        name: str,  # of the dataset
-    ) -> None:
-        "Log how many samples are cut to `total_seq_len`, and what is left of their loss."
+    def warn_cut(self, dataset: Any, rows: PackedBatchSampler, name: str) -> None:
+        """Log how many samples of a dataset, named and packed into rows, are cut to `total_seq_len`, and what is left
+        of their loss."""
         longest = self.args.total_seq_len
         for excess in RowLimits(total_seq_len=longest).count(rows.lengths):
             cut = [i for i, n in enumerate(rows.lengths) if n > longest]
@@ -165,20 +154,14 @@ class PackedLoaders(Trainer):
         taken = range(self.args.process_index, turns * world_size, world_size)
         return follow_order(self._loader(dataset, [rows[i % len(rows)] for i in taken]))
 
-    def place_of(
-        self,
-        step: int,  # optimizer steps taken
-    ) -> tuple[int, int]:
-        "The epoch of the next step, and the first row that it takes there."
+    def place_of(self, step: int) -> tuple[int, int]:
+        "The epoch of the step after some optimizer steps, and the first row that it takes there."
         in_step = self.args.gradient_accumulation_steps * self.args.world_size
         epoch, step = divmod(step, -(-len(self.train_rows) // in_step))
         return epoch, step * in_step
 
-    def epoch_after(
-        self,
-        step: int,  # optimizer steps taken, 1 or more
-    ) -> float:
-        "Epochs so far, by rows: the same on any number of ranks."
+    def epoch_after(self, step: int) -> float:
+        "Epochs after one or more optimizer steps, by rows: the same on any number of ranks."
         epoch, row = self.place_of(step - 1)
         row += self.args.gradient_accumulation_steps * self.args.world_size
         return epoch + min(1, row / len(self.train_rows))

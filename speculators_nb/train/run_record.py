@@ -20,11 +20,9 @@ from .packed_loaders import lengths_of
 SAMPLED_ROWS = 256  # rows whose tokens are hashed
 
 
-def data_fingerprint(
-    lengths: list[int],  # tokens of each row
-    tokens: Callable,  # row -> (input_ids [n], loss_mask [n])
-) -> str:  # 16 hex digits
-    "A hash of the lengths of all rows, and of the tokens and masks of at most `SAMPLED_ROWS` of them."
+def data_fingerprint(lengths: list[int], tokens: Callable) -> str:
+    """A hash, 16 hex digits, of the lengths of all rows, and of the tokens and masks (`tokens`: row -> input_ids [n],
+    loss_mask [n]) of at most `SAMPLED_ROWS` of them."""
     h = hashlib.sha256(np.asarray(lengths, np.int64).tobytes())
     for i in np.unique(np.linspace(0, len(lengths) - 1, SAMPLED_ROWS).astype(int)):
         input_ids, loss_mask = tokens(int(i))
@@ -33,10 +31,8 @@ def data_fingerprint(
     return h.hexdigest()[:16]
 
 
-def data_record(
-    dataset: Any,  # samples with input_ids and loss_mask, perhaps a `Subset`; None: none
-) -> dict:  # rows, fingerprint; empty without samples
-    "What a run was trained on."
+def data_record(dataset: Any) -> dict:
+    "What a run was trained on: rows and fingerprint of samples, perhaps a `Subset`; empty without samples."
     if not dataset:
         return {}
     lengths = lengths_of(dataset)
@@ -53,10 +49,8 @@ def data_record(
     return {"rows": len(lengths), "fingerprint": data_fingerprint(lengths, tokens)}
 
 
-def layers_record(
-    model: Any,  # a drafter
-) -> dict:  # empty: it has no layers
-    "What draft layers attend to: weights of the same shapes fit any window."
+def layers_record(model: Any) -> dict:
+    "What a drafter's layers, if it has any, attend to: weights of the same shapes fit any window."
     layer = getattr(getattr(model, "config", None), "transformer_layer_config", None)
     names = ("layer_types", "sliding_window", "hidden_act") if layer is not None else ()
     return {name: getattr(layer, name, None) for name in names}
@@ -64,23 +58,9 @@ def layers_record(
 
 RECORD = "run.json"
 SETTINGS = (
-    "seed",
-    "data_seed",
-    "total_seq_len",
-    "regenerate_every",
-    "regenerate_temperature",
-    "optimizer",
-    "learning_rate",
-    "muon_learning_rate",
-    "lr_scheduler_type",
-    "lr_scheduler_kwargs",
-    "warmup_steps",
-    "weight_decay",
-    "adam_beta1",
-    "adam_beta2",
-    "max_grad_norm",
-    "bf16",
-    "fp16",
+    *("seed", "data_seed", "total_seq_len", "regenerate_every", "regenerate_temperature", "optimizer"),
+    *("learning_rate", "muon_learning_rate", "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps"),
+    *("weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "bf16", "fp16"),
 )
 
 
@@ -98,12 +78,10 @@ def _plain(value):
 
 
 def run_record(
-    args: TrainingArguments,  # how to train
-    data: Mapping | None = None,  # rows, fingerprint
-    verifier: str | None = None,  # fingerprint of the verifier that made the features
-    arguments: Mapping | None = None,  # the model's own training arguments, e.g. the loss
-) -> dict:  # what `run.json` holds
-    "The record of a run that begins now."
+    args: TrainingArguments, data: Mapping | None = None, verifier: str | None = None, arguments: Mapping | None = None
+) -> dict:
+    """What `run.json` holds of a run that begins now: how to train, the data (`data_record`), the fingerprint of the
+    verifier that made the features, the model's own training arguments, e.g. the loss."""
     return {
         "run": secrets.token_hex(6),
         "data": dict(data or {}),
@@ -116,21 +94,19 @@ def run_record(
     }
 
 
-def _flat(tree, prefix=""):
+def flat(tree: Mapping, prefix: str = "") -> dict[str, Any]:
     "Nested mappings as {dotted name: value}."
     out = {}
     for name, value in tree.items():
         nested = isinstance(value, Mapping) and value
-        out |= _flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+        out |= flat(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
     return out
 
 
-def differences(
-    old: Mapping,  # nested, of plain values
-    new: Mapping,  # likewise
-) -> list[str]:  # "learning_rate was 0.001, is 0.01", by name
-    "What differs, among the names that both have."
-    a, b = _flat(_plain(old)), _flat(_plain(new))
+def differences(old: Mapping, new: Mapping) -> list[str]:
+    """What differs between nested mappings of plain values, among the names that both have: learning_rate was 0.001, is
+    0.01."""
+    a, b = flat(_plain(old)), flat(_plain(new))
     return [f"{name} was {a[name]!r}, is {b[name]!r}" for name in a if name in b and a[name] != b[name]]
 
 
@@ -138,11 +114,9 @@ def _rows_in_step(record):
     return record.get("rows_in_step", record["world_size"] * record["gradient_accumulation_steps"])
 
 
-def accumulation(
-    old: Mapping,  # the record of a checkpoint
-    new: Mapping,  # the record of the call at hand
-) -> int | None:  # rows that each rank accumulates; None: a step would take other rows
-    "`gradient_accumulation_steps` with which a step has as many rows as before."
+def accumulation(old: Mapping, new: Mapping) -> int | None:
+    """`gradient_accumulation_steps` with which a step of the call at hand has as many rows as one of a checkpoint, by
+    their records; None: it would take other rows."""
     steps, ranks = new["gradient_accumulation_steps"], new["world_size"]
     if not old.get("world_size"):
         return steps
@@ -165,19 +139,14 @@ def _rows_change(old, new):
     return f"rows in a step was {rows}, is {now} on {ranks} ranks ({remedy})"
 
 
-def _named_data(record):
-    names = {"rows": "training rows", "fingerprint": "training data"}
-    return {names[key]: value for key, value in record.get("data", {}).items()}
-
-
-def run_changes(
-    old: Mapping,  # the record of a checkpoint
-    new: Mapping,  # the record of the call at hand
-) -> list[str]:  # why the one cannot continue the other; empty: it can
-    "Compare two records. What only one of them knows is not compared."
+def run_changes(old: Mapping, new: Mapping) -> list[str]:
+    """Why a call at hand cannot continue a checkpoint, by their records; empty: it can. What only one of them knows is
+    not compared."""
     changes = differences(old.get("settings", {}), new["settings"])
     changes += differences(old.get("model", {}), new["model"])
-    changes += differences(_named_data(old), _named_data(new))[:1]
+    names = {"rows": "training rows", "fingerprint": "training data"}
+    data = [{names[key]: value for key, value in record.get("data", {}).items()} for record in (old, new)]
+    changes += differences(*data)[:1]
     if old.get("verifier") and new["verifier"]:
         changes += differences({"verifier": old["verifier"]}, {"verifier": new["verifier"]})
     if accumulation(old, new) is None:
@@ -185,19 +154,15 @@ def run_changes(
     return changes
 
 
-def write_record(
-    folder: str | os.PathLike,  # an output folder or a checkpoint
-    record: Mapping,  # from `run_record`
-) -> None:
-    "Write `run.json`, atomically."
+def write_record(folder: str | os.PathLike, record: Mapping) -> None:
+    "Write `run.json` of an output folder or a checkpoint, atomically."
     with atomic_write(Path(folder) / RECORD) as temporary:
         temporary.write_text(json.dumps(record, indent=1), encoding="utf-8")
 
 
-def read_record(
-    folder: str | os.PathLike,  # an output folder or a checkpoint
-) -> dict[str, Any]:  # empty: there is no record
-    "Read `run.json`, or what `training_args.json` of release 0.1 knows. Errors: ValueError for a damaged file."
+def read_record(folder: str | os.PathLike) -> dict[str, Any]:
+    """Read `run.json` of an output folder or a checkpoint, or what `training_args.json` of release 0.1 knows; empty:
+    there is no record. Errors: ValueError for a damaged file."""
     for name in (RECORD, "training_args.json"):
         file = Path(folder) / name
         if not file.is_file():

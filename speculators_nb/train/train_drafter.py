@@ -40,36 +40,25 @@ from .live_view import was_interrupted
 from .trainer import Measure, SpeculatorTrainer, train
 
 log = logging.getLogger(__name__)
-LAYER_ARGUMENTS = (
-    "sliding_window",
-    "full_attention_indices",
-    "draft_hidden_act",
-    "draft_config",
-)
+LAYER_ARGUMENTS = ("sliding_window", "full_attention_indices", "draft_hidden_act", "draft_config")
 
 
-def layer_arguments(
-    arguments: dict,  # of training
-) -> tuple[dict, dict]:  # those of `draft_layers` that are given; the rest
-    "Take the arguments that shape the draft layers out of the others."
+def layer_arguments(arguments: dict) -> tuple[dict, dict]:
+    """Take the arguments of training that are given and shape the draft layers, those of `draft_layers`, out of the
+    others: both."""
     given = {n: v for n, v in arguments.items() if n in LAYER_ARGUMENTS and v is not None}
     return given, {n: v for n, v in arguments.items() if n not in LAYER_ARGUMENTS}
 
 
-def refuse_given(
-    given: Mapping[str, Any],  # arguments, of which none may be
-    why: str,  # what decides instead; "": they may be
-) -> None:
-    "Raise ValueError for an argument that would have no effect."
+def refuse_given(given: Mapping[str, Any], why: str) -> None:
+    "Raise ValueError for an argument that would have no effect; `why` says what decides instead (empty: all have one)."
     for name, value in given.items() if why else ():
         raise ValueError(f"{name}={value!r}: {why}; leave {name} out")
 
 
-def check_layers_given(
-    drafter_class: type[SpeculatorModel],
-    given: Mapping[str, Any],  # arguments that shape the draft layers; None: not given
-) -> None:
-    "Errors: ValueError for one that the class decides itself."
+def check_layers_given(drafter_class: type[SpeculatorModel], given: Mapping[str, Any]) -> None:
+    """Errors: ValueError for an argument that shapes the draft layers (None: not given) and that the class decides
+    itself."""
     # one layer is what a class makes that has no choice
     given = {name: value for name, value in given.items() if value is not None and (name, value) != ("num_layers", 1)}
     refuse_given(given, drafter_class.fixed_layers)
@@ -77,12 +66,10 @@ def check_layers_given(
         refuse_given({"num_layers": given["num_layers"]}, drafter_class.single_layer)
 
 
-def layers_of_file(
-    draft_config: str | os.PathLike,  # a file, a folder with config.json, or a hub id
-    text: PretrainedConfig,  # of the verifier's language model
-) -> PretrainedConfig:
-    """Draft layers as a decoder's or a drafter's config describes them. Errors: ValueError for
-    layers that are none of a drafter's, or of another width than the verifier."""
+def layers_of_file(draft_config: str | os.PathLike, text: PretrainedConfig) -> PretrainedConfig:
+    """Draft layers as a decoder's or a drafter's config (a file, a folder with config.json, or a hub id) describes
+    them, for a verifier whose language model has the config `text`. Errors: ValueError for layers that are none of a
+    drafter's, or of another width than the verifier."""
     file = Path(draft_config)
     raw = read_object(file if file.is_file() else model_file(draft_config))
     try:
@@ -102,15 +89,17 @@ def layers_of_file(
 
 
 def draft_layers(
-    info: VerifierInfo,  # of the verifier
-    draft_arch: str = "llama",  # family of the draft layers
-    num_layers: int = 1,  # how many
-    sliding_window: int | None = None,  # positions that a layer attends to; None: all before
-    full_attention_indices: Sequence[int] | None = None,  # of layers without the window
-    draft_hidden_act: str | None = None,  # of the MLP; None: silu, as vLLM has it
-    draft_config: str | os.PathLike | None = None,  # a file that describes them instead
-) -> PretrainedConfig:  # of the draft layers
-    "The draft layers of a verifier. Errors: ValueError naming what does not fit."
+    info: VerifierInfo,
+    draft_arch: str = "llama",
+    num_layers: int = 1,
+    sliding_window: int | None = None,
+    full_attention_indices: Sequence[int] | None = None,
+    draft_hidden_act: str | None = None,
+    draft_config: str | os.PathLike | None = None,
+) -> PretrainedConfig:
+    """The config of the draft layers for a verifier: their family, how many, positions that a layer attends to (None:
+    all before) but those of some indices, the MLP's activation (None: silu, as vLLM has it); or as `draft_config`
+    describes them, as of `layers_of_file`. Errors: ValueError naming what does not fit."""
     shape: dict[str, Any] = dict(sliding_window=sliding_window, full_attention_indices=full_attention_indices)
     if draft_config is None:
         act = draft_hidden_act or "silu"
@@ -125,20 +114,22 @@ def draft_layers(
 
 
 def new_drafter(
-    algorithm: str,  # a registered `speculators_model_type`
-    verifier: str | os.PathLike,  # folder or hub id
-    draft_arch: str | None = None,  # family of the draft layers; None: llama
-    num_layers: int | None = None,  # how many; None: 1
-    draft_vocab_size: int | None = None,  # None: the verifier's whole vocabulary
-    mapping: tuple[torch.Tensor, torch.Tensor] | None = None,  # t2d [V] bool, d2t [Vd] int64
-    target_layer_ids: list[int] | None = None,  # verifier layers to read; None: default three
-    seed: int = 0,  # of the initial weights
-    # `sliding_window`, `full_attention_indices`, `draft_hidden_act`, `draft_config` (see
-    # `draft_layers`), and other arguments of the class's `from_training_args`
+    algorithm: str,
+    verifier: str | os.PathLike,
+    draft_arch: str | None = None,
+    num_layers: int | None = None,
+    draft_vocab_size: int | None = None,
+    mapping: tuple[torch.Tensor, torch.Tensor] | None = None,
+    target_layer_ids: list[int] | None = None,
+    seed: int = 0,
     **model_args,
-) -> SpeculatorModel:  # with the verifier's weights, ready to train
-    """A fresh drafter for a verifier. Errors: ValueError for an unknown algorithm or a draft
-    vocabulary that does not fit."""
+) -> SpeculatorModel:
+    """A fresh drafter of a registered algorithm for a verifier, a folder or hub id, with the verifier's weights, ready
+    to train: the family of its draft layers (None: llama), how many (None: 1), the size of its vocabulary (None: the
+    verifier's whole) and `mapping`, t2d [V] bool and d2t [Vd] int64, the verifier layers to read (None: default three),
+    the seed of the initial weights; `model_args`: `sliding_window`, `full_attention_indices`, `draft_hidden_act`,
+    `draft_config` (see `draft_layers`), and other arguments of the class's `from_training_args`. Errors: ValueError for
+    an unknown algorithm or a draft vocabulary that does not fit."""
     drafter_class = SpeculatorModel.registered_class(algorithm)
     info = VerifierInfo.of(verifier)
     vocab_size = info.text.vocab_size
@@ -166,56 +157,42 @@ def new_drafter(
     )
 
 
-def split_rows(
-    n: int,  # rows
-    eval_share: float,  # of them held out for evaluation
-    seed: int = 0,  # of the shuffle
-) -> tuple[list[int], list[int]]:  # training indices, evaluation indices, each ascending
-    "Hold some rows out. At least one is trained on; a share above 0 holds out at least one."
-    if not 0 <= eval_share < 1:
-        raise ValueError(f"eval_share={eval_share} must be at least 0 and less than 1")
-    held = min(n - 1, max(1, round(n * eval_share))) if eval_share else 0
+def training_split(
+    data: FeatureRows, eval_share: float | None = None, seed: int = 0
+) -> tuple[Sequence[int], Sequence[int]]:
+    """Training and evaluation indices, each ascending: the split that was made when the rows were prepared, else one
+    shuffled by seed with a share `eval_share` held out (None: as the data were prepared, else 0.05). At least one row
+    is trained on; a share above 0 holds out at least one."""
+    if eval_share is None and data.split and data.split["val"]:
+        n_train = data.split["train"]
+        return range(n_train), range(n_train, len(data))
+    n, share = len(data), 0.05 if eval_share is None else eval_share
+    held = min(n - 1, max(1, round(n * share))) if share else 0
     order = torch.randperm(n, generator=torch.Generator().manual_seed(seed)).tolist()
     return sorted(order[held:]), sorted(order[:held])
 
 
-def training_split(
-    data: FeatureRows,  # from `open_features`
-    eval_share: float | None = None,  # held out; None: as the data were prepared, else 0.05
-    seed: int = 0,  # of the shuffle
-) -> tuple[Sequence[int], Sequence[int]]:  # training indices, evaluation indices
-    "The split that was made when the rows were prepared, else a split by seed."
-    if eval_share is None and data.split and data.split["val"]:
-        n_train = data.split["train"]
-        return range(n_train), range(n_train, len(data))
-    return split_rows(len(data), 0.05 if eval_share is None else eval_share, seed)
-
-
-def _verifier_features(data_dir, info, layers, on_bad):
-    "The verifier runs in this process, beside the training."
-    device = "cpu"
-    if torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator()
-    verifier = Verifier.from_pretrained(info.name, layers, device=device)
-    return LiveFeatures(verifier, table_of(data_dir), on_bad=on_bad)
-
-
 def open_features(
-    data_dir: str | os.PathLike,  # a feature folder of any layout, or a prepared folder
-    verifier: str | os.PathLike,  # folder or hub id
-    url: str | Iterable[str] | None = None,  # vLLM(s) making features; `data_dir`: prepared
-    storage: str | os.PathLike | Iterable | None = None,  # of the vLLM: folder, mooncake://…
-    layers: list[int] | None = None,  # verifier layers to read; None: the stored, else three
-    on_bad: str = "raise",  # a sample that is not available: "raise" or "skip"
-    patience: float = 120.0,  # of several servers: seconds to wait while none answers
-) -> FeatureRows:  # samples; `layer_ids`: their layers, the last one included
-    """The features of a folder; else, of prepared rows, a running vLLM's; else those of the
-    verifier itself, which then runs beside the training."""
+    data_dir: str | os.PathLike,
+    verifier: str | os.PathLike,
+    url: str | Iterable[str] | None = None,
+    storage: str | os.PathLike | Iterable | None = None,
+    layers: list[int] | None = None,
+    on_bad: str = "raise",
+    patience: float = 120.0,
+) -> FeatureRows:
+    """The features of a folder of any layout; else, of prepared rows, those of a running vLLM, or of several (`url`,
+    with its `storage`: a folder, mooncake://…); else those of the verifier itself, which then runs beside the training.
+    `layers`: verifier layers to read (None: the stored, else three); their last one is in `layer_ids` as well;
+    `on_bad`: raise, or skip a sample that is not available; `patience`: seconds to wait while none of several servers
+    answers."""
     layout = layout_of(data_dir)
     info = VerifierInfo.of(verifier)
     if layout == "rows":
         if not url:
-            return _verifier_features(data_dir, info, layers, on_bad)
+            device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
+            live = Verifier.from_pretrained(info.name, layers, device=device)
+            return LiveFeatures(live, table_of(data_dir), on_bad=on_bad)
         if storage is None:
             raise ValueError(f"storage=None: name the folder that the server {url!r} writes to, or its Mooncake store")
         return ServerFeatures(url, Path(data_dir), storage, on_bad=on_bad, patience=patience)
@@ -228,11 +205,9 @@ def open_features(
     return FeatureDataset(data_dir, on_bad, layer_ids=layer_ids)
 
 
-def token_counts(
-    data: FeatureRows,  # from `open_features`
-    data_dir: str | os.PathLike,  # where it is from
-) -> dict[int, int]:  # token id -> count in the trained positions
-    "The counts that the folder has stored; without them the tokens are counted."
+def token_counts(data: FeatureRows, data_dir: str | os.PathLike) -> dict[int, int]:
+    """Token id -> count in the trained positions, as the folder of the features has stored it; without that the tokens
+    are counted."""
     stored = read_token_freq(Path(data_dir) / "rows") or read_token_freq(data_dir)
     if stored:
         return stored
@@ -245,13 +220,11 @@ def token_counts(
 
 
 def draft_vocabulary(
-    data: FeatureRows,  # from `open_features`
-    data_dir: str | os.PathLike,  # where it is from
-    draft_vocab_size: int | None,  # Vd
-    vocab_size: int,  # V, the verifier's
-) -> tuple[torch.Tensor, torch.Tensor] | None:  # t2d [V] bool, d2t [Vd] int64; None: all tokens
-    """The mapping that the folder names for this size (`save_vocab_mapping`), else the most
-    frequent tokens of the training answers."""
+    data: FeatureRows, data_dir: str | os.PathLike, draft_vocab_size: int | None, vocab_size: int
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """t2d [V] bool and d2t [Vd] int64 for a draft vocabulary of size Vd (None, or V: all tokens, and there is no
+    mapping): as the folder of the features names them (`save_vocab_mapping`), else the most frequent tokens of the
+    training answers."""
     if draft_vocab_size in (None, vocab_size):
         return None
     for folder in (Path(data_dir), Path(data_dir) / "rows"):
@@ -261,13 +234,10 @@ def draft_vocabulary(
     return vocab_mapping_from_frequencies(counts, draft_vocab_size, vocab_size)
 
 
-def keep_shape(
-    model: SpeculatorModel,  # a trained drafter
-    place: str | os.PathLike,  # where it is from, for messages
-    given: Mapping[str, Any],  # arguments of training; None: not given
-) -> None:
-    """Training arguments of a drafter that is there. Its config says which ones of its forward pass it is trained with.
-    Errors: ValueError for one that shapes a fresh drafter, and is not as this one is."""
+def keep_shape(model: SpeculatorModel, place: str | os.PathLike, given: Mapping[str, Any]) -> None:
+    """Training arguments (None: not given) of a drafter that is there, at `place`. Its config says which ones of its
+    forward pass it is trained with. Errors: ValueError for one that shapes a fresh drafter, and is not as this one
+    is."""
     config, layer = model.config, getattr(model.config, "transformer_layer_config", None)
     given = {name: value for name, value in given.items() if value is not None}
     kept = dict.fromkeys(inspect.signature(model.from_training_args).parameters)

@@ -56,11 +56,8 @@ NOT_SUPPORTED = {  # field -> why, and what to do
 }
 
 
-def refuse_fields(
-    values: dict,  # field -> its value
-    defaults: dict,  # field -> its default
-) -> None:
-    "ValueError for the first field that has no effect here, or that is not supported."
+def refuse_fields(values: dict, defaults: dict) -> None:
+    "ValueError for the first field (its value is not its default) that has no effect here, or that is not supported."
     for instead, names in WITHOUT_EFFECT.items():
         for name in names:
             if values[name] != defaults[name]:
@@ -70,9 +67,7 @@ def refuse_fields(
             raise ValueError(f"{name}={values[name]!r} is not supported: {why}.")
 
 
-def refuse_compilation(
-    values: dict,  # field -> its value
-) -> None:
+def refuse_compilation(values: dict) -> None:
     "ValueError for `torch_compile`, its back end or its mode: there is no accelerator."
     for name in ("torch_compile", "torch_compile_backend", "torch_compile_mode"):
         if values[name]:
@@ -81,10 +76,8 @@ def refuse_compilation(
             )
 
 
-def check_loggers(
-    names: list[str],  # as `report_to` has them
-) -> None:
-    "Errors: ValueError for a logger that is unknown or not installed."
+def check_loggers(names: list[str]) -> None:
+    "Errors: ValueError for a logger of `report_to` that is unknown or not installed."
     installed = get_available_reporting_integrations()
     for name in names:
         if name in installed:
@@ -108,12 +101,9 @@ def _wandb_has_key():
     return bool(os.environ.get("WANDB_API_KEY")) or login
 
 
-def place_loggers(
-    names: list[str],  # as `report_to` has them
-    output_dir: str | os.PathLike,  # of the run
-) -> None:
-    """Let loggers write into the run's folder, and W&B offline where it has no key. Of several
-    runs in one process trackio keeps the first's folder, which it reads when it is imported."""
+def place_loggers(names: list[str], output_dir: str | os.PathLike) -> None:
+    """Let loggers of `report_to` write into the run's folder, and W&B offline where it has no key. Of several runs in
+    one process trackio keeps the first's folder, which it reads when it is imported."""
     wanted = {}
     for name in LOGGER_FOLDERS.keys() & set(names):
         variable, place = LOGGER_FOLDERS[name]
@@ -128,10 +118,8 @@ def place_loggers(
         wandb.finish()  # the run before this one, into which this one would be written
 
 
-def check_keywords(
-    values: dict,  # training arguments
-) -> None:
-    "ValueError for a key of an argument that is a mapping, which its reader does not take."
+def check_keywords(values: dict) -> None:
+    "ValueError for a key of a training argument that is a mapping, which its reader does not take."
     scheduler = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(values["lr_scheduler_type"])]
     for name, reader in (("accelerator_config", AcceleratorConfig), ("lr_scheduler_kwargs", scheduler)):
         value, takes = values[name], inspect.signature(reader).parameters
@@ -147,9 +135,7 @@ def can_shard() -> bool:
     return hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 
 
-def check_sharding(
-    args: Any,  # SpeculatorTrainingArguments
-) -> None:
+def check_sharding(args: Any) -> None:
     "ValueError for sharding without ranks or with a torch that cannot, and for shards of what is not sharded."
     if args.fsdp and not torch.distributed.is_initialized():
         raise ValueError(
@@ -243,11 +229,9 @@ class SpeculatorTrainingArguments(TrainingArguments):
         return [names] if isinstance(names, str) else names
 
 
-def check_names(
-    model: Any,  # a drafter or its class
-    arguments: dict,  # training arguments that are no field of `SpeculatorTrainingArguments`
-) -> None:
-    "ValueError for a training argument that neither the model nor the trainer takes."
+def check_names(model: Any, arguments: dict) -> None:
+    """ValueError for a training argument that is no field of `SpeculatorTrainingArguments`, and that neither the model
+    (a drafter or its class) nor the trainer takes."""
     accepted = inspect.signature(model.get_trainer_kwargs).parameters
     names = set(accepted)
     argument_of = {inner: name for name, inner in getattr(model, "forward_names", {}).items()}
@@ -271,10 +255,7 @@ def check_names(
 Measure = Callable[[Any], Mapping[str, float]]  # a drafter -> numbers by name
 
 
-def check_measure(
-    measure: Measure | None,
-    args: SpeculatorTrainingArguments,  # how to train
-) -> None:
+def check_measure(measure: Measure | None, args: SpeculatorTrainingArguments) -> None:
     "ValueError where a run has no evaluations, or keeps the best by a number that it lacks."
     best = args.metric_for_best_model or ""
     if measure is not None and args.eval_strategy == "no":
