@@ -178,7 +178,7 @@ class OnlineDrafter:
         was learned. Errors: ValueError where nothing was kept."""
         if not self.rows:
             raise ValueError("nothing to learn from: `keep` a request first")
-        model = self.model.train()
+        model: Any = self.model.train()
         for _ in range(steps):
             batch = self.packed_row()
             moved = batch.keys() - {*model.read_on_host}

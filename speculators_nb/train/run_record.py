@@ -64,7 +64,7 @@ SETTINGS = (
 )
 
 
-def _plain(value):
+def _plain(value) -> Any:
     "A value as JSON keeps it."
     if isinstance(value, Enum):
         return value.value
