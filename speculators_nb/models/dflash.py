@@ -388,7 +388,6 @@ class DFlashDraftModel(BlockDrafting):
         drafts: torch.Tensor,  # [1, L, K] verifier ids that blocks at these positions drafted
         chosen: torch.Tensor,  # [1, L, K] bool: which of them are asked for
         batch: dict[str, torch.Tensor],  # the packed row, as for `forward`
-        attn_impl: str | None = None,  # as of `forward`
     ) -> torch.Tensor:  # [R] float32, in the order of positions and slots
         "Log-probabilities of tokens that were drafted, as the slots give them now."
         anchors = chosen[0].any(-1).nonzero()[:, 0]
@@ -399,9 +398,7 @@ class DFlashDraftModel(BlockDrafting):
             anchors,
             to_device(batch["document_ids"][0], device),
             batch["position_ids"][0],
-            impl=attention_back_end(
-                attn_impl, device, True, self.config.transformer_layer_config
-            ),
+            impl=attention_back_end(None, device, True, self.config.transformer_layer_config),
         )
         at, drafted = chosen[0, anchors], drafts[0, anchors]
         rows = hidden[:, self.config.first_slot :][:, : at.shape[1]][at]
