@@ -55,9 +55,10 @@ def alone(tmp_path_factory):
 
 def test_the_prompts_of_a_killed_rank_are_decoded_by_another(tmp_path, alone):
     path, results = tmp_path / "evaluation", FORK.Queue()
-    first = begin(measured, path, 0.0, results, rank=0, world_size=2)
-    killed = begin(measured, path, 0.1, results, rank=1, world_size=2)
-    wait_until(lambda: lines(path, 1), killed)
+    killed = begin(measured, path, 0.1, FORK.Queue(), rank=1, world_size=2)
+    wait_until(lambda: lines(path, 1), killed)  # before the other begins: it would take every prompt meanwhile
+    first = begin(measured, path, 0.02, results, rank=0, world_size=2)
+    wait_until(lambda: lines(path, 0), killed)
     os.kill(killed.pid, signal.SIGKILL)
     assert results.get(timeout=150)["requests"] == 24
     first.join(60)
