@@ -361,7 +361,7 @@ def real(
     max_samples: int | None = None,  # of the conversations; default: all
     n_heldout: int | None = 16,  # of the held-out questions; None: all
     k: int = 4,  # tokens drafted in a step, and trained to be
-    epochs: float = 3,  # passes over the training answers
+    epochs: float = 2,  # passes over the training answers
     draft_vocab_size: int = 8000,  # most frequent tokens that the drafter knows
     seed: int = 0,  # of everything
 ) -> Evaluation:  # what was measured; also in `output_dir`
