@@ -2,6 +2,7 @@
 
     make real                                     once: fetches SmolLM2-135M-Instruct, makes features, trains a drafter
     python benchmarks/real/run.py                 then this; two hours on two idle cores, continues where it stopped
+    python benchmarks/real/run.py --add domino    train and measure this one; the other drafters stay as they are
     python benchmarks/real/run.py --only page     the page again, from the stored counts
 
 Method: a budget is what EAGLE-3 needs for so many packed rows of 1,024 positions, counted in FLOPs of training
@@ -34,7 +35,7 @@ WHOLE = {"dflash2", "eagle", "medusa", "mlp", "query_only"}  # drafters of the v
 K, ROW = 4, 1024
 
 
-def side(name, rows, n_prompts):
+def side(drafters, name, rows, n_prompts):
     "What an experiment with one verifier is given."
     if name == "toy":
         features, own, verifier = shipped_features(), {}, None
@@ -55,7 +56,8 @@ def side(name, rows, n_prompts):
     one = share(1e12, "eagle3", {})
     budget = 1e12 * rows / one.steps
     compared = {}
-    for drafter, (algorithm, given) in CONTENDERS.items():
+    for drafter in drafters:
+        algorithm, given = CONTENDERS[drafter]
         if drafter not in WITHOUT:
             steps = share(budget, algorithm, given).steps
             compared[drafter] = algorithm, arguments(algorithm, given) | dict(max_steps=steps)
@@ -110,6 +112,7 @@ if __name__ == "__main__":
     parser.add_argument("--prompts", type=int, default=48, help="held-out questions")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2, help="processes")
+    parser.add_argument("--add", nargs="+", choices=CONTENDERS, help="train and measure these; the others stay")
     parser.add_argument("--only", choices=("toy", "real", "page"))
     args = parser.parse_args()
     os.chdir(ROOT)
@@ -117,13 +120,17 @@ if __name__ == "__main__":
     results = HERE / "results"
     results.mkdir(exist_ok=True)
     for name in ("toy", "real") if args.only is None else {args.only} - {"page"}:
-        contenders, own = side(name, args.rows, args.prompts)
+        contenders, own = side(args.add or CONTENDERS, name, args.rows, args.prompts)
         folder = ROOT / "output/drafters_of" / name
         options = dict(seeds=args.seeds, k=K, workers=args.workers, after_each=announce(folder))
         found = experiment(folder, contenders, **options, **own)
         for run, error in found.failed.items():
             print(f"{run}: {error}")
-        found.counts.assign(rows=args.rows).to_csv(results / f"{name}.csv.gz", index=False)
+        counts, file = found.counts.assign(rows=args.rows), results / f"{name}.csv.gz"
+        if args.add:
+            stored = pd.read_csv(file)
+            counts = pd.concat([stored[~stored.setting.isin(args.add)], counts])
+        counts.to_csv(file, index=False)
     files = {name: results / f"{name}.csv.gz" for name in ("toy", "real")}
     if all(file.is_file() for file in files.values()):
         counts = {name: pd.read_csv(file) for name, file in files.items()}
