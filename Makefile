@@ -35,7 +35,7 @@ help:  ## this list
 demo: .venv/.run  ## train a drafter for the shipped tiny verifier, measure it, write a report to output/demo
 	$(OFFLINE) $(BIN)/speculators-nb demo
 
-real: .venv/.real  ## train a drafter for SmolLM2-135M-Instruct (fetched, 93 MB) on its own answers, measure it, write a report to output/real; half an hour on two idle cores, continues where it stopped
+real: .venv/.real  ## train a drafter for SmolLM2-135M-Instruct (fetched, 93 MB) on its own answers, measure it, write a report to output/real; 22 minutes on two idle cores, continues where it stopped
 	$(OFFLINE) env -u OMP_NUM_THREADS $(BIN)/speculators-nb real
 
 test: lint types notebooks-test nbdev2 pytest  ## everything that must hold: lint, types, notebooks, nbdev 2, pytest (sync included)

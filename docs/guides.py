@@ -138,7 +138,7 @@ def real_longer():
     held_out = ", ".join(f"{float(rows[what]['value']):.2f}" for what in after)
     at = ", ".join(re.search(r"\d+", what)[0] for what in after)
     return (
-        f"Twice as many epochs, six, and {float(rows['held-out questions']['value']):g} held-out questions: "
+        f"Three times as many epochs, six, and {float(rows['held-out questions']['value']):g} held-out questions: "
         f"**{interval_in(rows, 'tokens a step')}** tokens a step. The loss on held-out answers was {held_out} after "
         f"{at} steps, and that of training {float(rows['training loss at the end']['value']):.2f} at the end: the "
         "2,000 answers are all but learned by heart. More tokens a step need more answers, not more epochs."

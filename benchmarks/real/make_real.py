@@ -1,6 +1,6 @@
 """What `make real` took and reached, and what its drafter brings in the two precisions.
 
-    make real                              once; half an hour on two idle cores
+    make real                              once; 22 minutes on two idle cores
     python benchmarks/real/make_real.py    then this: its files, and its questions decoded again; five minutes
 
 The same for more training and more questions, hours:
