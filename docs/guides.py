@@ -194,8 +194,9 @@ def real_engine():
     steps = ", ".join(f"{float(row['tokens_per_step']):.2f}" for row in drafted)
     speedup = "{:.2f} [{:.2f}, {:.2f}]".format(*(float(best[f"speedup{end}"]) for end in ("", "_low", "_high")))
     return (
-        f"The same drafter in vLLM on two cores, float32, greedily, one request at a time, {plain['requests']} "
-        f"questions: {float(plain['tokens_per_second']):.0f} tokens a second without a drafter, and with "
+        f"A drafter of {plain['passes']} passes over the answers in vLLM on two cores, float32, greedily, one request "
+        f"at a time, {plain['requests']} questions: {float(plain['tokens_per_second']):.0f} tokens a second without a "
+        "drafter, and with "
         f"K={best['k']}, the best of {drafted[0]['k']} to {drafted[-1]['k']}, **{speedup} times** as many. Tokens a "
         f"step by K: {steps}. "
         f"Of {asked} requests {texts} have our decoder's text, and {counts} its counts at every position "

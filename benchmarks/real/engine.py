@@ -12,6 +12,7 @@ Results: benchmarks/real/results/ENGINE.md and engine.csv.
 """
 
 import argparse
+import json
 import os
 import sys
 from datetime import date
@@ -151,7 +152,8 @@ def page(table, limit):
     return f"""# The drafter of `make real` in vLLM, {date.today()}
 
 vLLM for processors on {os.cpu_count()} cores, greedily, one request at a time: {table.requests.max()} held-out
-questions of SmolLM2-135M-Instruct, at most {limit} tokens each. Written by `python benchmarks/real/engine.py`.
+questions of SmolLM2-135M-Instruct, at most {limit} tokens each. The drafter was trained for {table.passes[0]:g} passes
+over the answers. Written by `python benchmarks/real/engine.py`.
 
 {pd.DataFrame(lines).fillna("").to_markdown(index=False)}
 
@@ -172,7 +174,8 @@ if __name__ == "__main__":
         sys.exit(f"{REAL / 'drafter'}: no drafter; run `make real` first")
     size = dict(prompts=args.prompts, ks=args.ks, limit=args.max_new_tokens)
     engine = pd.concat([measured(**size, dtype=dtype).assign(dtype=dtype) for dtype in args.dtypes], ignore_index=True)
-    table = summary(compared(engine, decoded(**size).assign(dtype="float32")))
+    passes = json.loads((REAL / "real.json").read_text())["epochs"]
+    table = summary(compared(engine, decoded(**size).assign(dtype="float32"))).assign(passes=passes)
     table.to_csv(RESULTS / "engine.csv", index=False)
     text = page(table, args.max_new_tokens)
     (RESULTS / "ENGINE.md").write_text(text, encoding="utf-8")
