@@ -66,11 +66,7 @@ def detect(
     return recognise(NativeCheckpoint(source)).name
 
 
-def choose_format(
-    name: str,  # as requested
-    known: list[NativeFormat],
-    available: str,  # start of a sentence that lists them
-) -> NativeFormat:
+def choose_format(name: str, known: list[NativeFormat], available: str) -> NativeFormat:
     "One of the known formats. Errors: ValueError listing them."
     for entry in known:
         if entry.name == name:
@@ -93,10 +89,7 @@ def json_object(config: dict | str | None) -> dict[str, Any]:
     )
 
 
-def check_fields(
-    given: dict[str, Any],  # field -> value
-    config_class: type[SpeculatorModelConfig],
-):
+def check_fields(given: dict[str, Any], config_class: type[SpeculatorModelConfig]):  # field -> value
     "Errors: ValueError for a field that the drafter's config does not have."
     known = [*inspect.signature(config_class).parameters, "speculative_tokens"]
     for name in given:
@@ -107,11 +100,7 @@ def check_fields(
             )
 
 
-def check_sizes(
-    config: SpeculatorModelConfig,  # of the drafter
-    target: Target,  # the verifier
-    source: str,  # of the drafter, for messages
-):
+def check_sizes(config: SpeculatorModelConfig, target: Target, source: str):  # source: for messages
     "Errors: ValueError for a verifier of another vocabulary or width."
     sizes = config.sizes
     hidden_size = getattr(config, "target_hidden_size", None) or sizes.hidden_size
@@ -235,10 +224,7 @@ def convert(
     return str(output)
 
 
-def formats_of(
-    config: SpeculatorModelConfig,  # of the drafter
-    checkpoint: str | os.PathLike,  # for messages
-) -> list[NativeFormat]:
+def formats_of(config: SpeculatorModelConfig, checkpoint: str | os.PathLike) -> list[NativeFormat]:
     "The formats of a drafter's type. Errors: ValueError where there are none."
     kind = config.speculators_model_type
     known = formats(kind)

@@ -49,9 +49,7 @@ def check_layer_ids(
     return sorted(ids)
 
 
-def check_draft_vocab_size(
-    config: SpeculatorModelConfig,  # with a draft_vocab_size
-) -> None:
+def check_draft_vocab_size(config: SpeculatorModelConfig) -> None:  # with a draft_vocab_size
     "Raise ValueError for a draft vocabulary larger than the verifier's."
     if config.draft_vocab_size > config.target_vocab_size:
         raise ValueError(
@@ -60,9 +58,7 @@ def check_draft_vocab_size(
         )
 
 
-def check_mask_token(
-    config: SpeculatorModelConfig,  # with a mask_token_id
-) -> None:
+def check_mask_token(config: SpeculatorModelConfig) -> None:  # with a mask_token_id
     "Raise ValueError for a mask token outside the verifier's vocabulary."
     token, size = config.mask_token_id, config.target_vocab_size
     if token is not None and not 0 <= token < size:
