@@ -214,11 +214,7 @@ class AttachableVerifier(TrainingTimeTest):
         if self.verifier_attachment_mode == "detached":
             raise NotAttached("no verifier is attached; call attach_verifier(verifier)")
 
-    def start_attached(
-        self,
-        verifier: "str | os.PathLike | PreTrainedModel | None",  # attached where given
-        mode: str | None,  # "detached", "full" (None) or "train_only"
-    ) -> None:
+    def start_attached(self, verifier: "str | os.PathLike | PreTrainedModel | None", mode: str | None) -> None:
         "The end of a drafter's `__init__`."
         check_mode(mode)
         self._forget()

@@ -17,7 +17,7 @@ from ..core.options import check_options, near, shown
 from ..core.provenance import write_provenance
 from ..verifier.folders import new_folder, refuse_own
 from .base import FOREIGN, SpeculatorModel
-from .formats import NativeCheckpoint, NativeFormat, Target, formats, verifier_target
+from .formats import FieldsAndTensors, NativeCheckpoint, NativeFormat, Target, Tensors, formats, verifier_target
 
 __all__ = [
     "recognise",
@@ -58,9 +58,7 @@ def recognise(native: NativeCheckpoint) -> NativeFormat:
     )
 
 
-def detect(
-    source: str | os.PathLike,  # folder, hub id, or the file with the weights
-) -> str:  # name of its format, as `convert` takes it
+def detect(source: str | os.PathLike) -> str:  # -> name of its format
     """Recognise a foreign checkpoint by its config.json and the names of its tensors. Errors:
     ValueError listing what was looked for; FileNotFoundError where there are no weights."""
     return recognise(NativeCheckpoint(source)).name
@@ -115,11 +113,7 @@ def check_sizes(config: SpeculatorModelConfig, target: Target, source: str):  # 
             )
 
 
-def read_foreign(
-    entry: NativeFormat,
-    native: NativeCheckpoint,
-    target: Target,  # the verifier
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:  # our config's fields; our name -> tensor
+def read_foreign(entry: NativeFormat, native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     "Read a checkpoint. Errors: ValueError, also for tensors and fields of another kind."
     try:
         return entry.read(native, target)
@@ -131,7 +125,7 @@ def read_foreign(
         ) from e
 
 
-def commonest_dtype(state: dict[str, torch.Tensor]) -> torch.dtype:
+def commonest_dtype(state: Tensors) -> torch.dtype:
     "Of the floating tensors: what config.json names."
     counts = Counter(w.dtype for w in state.values() if w.is_floating_point())
     return max(counts, key=lambda dtype: (counts[dtype], str(dtype)))
@@ -141,7 +135,7 @@ class Converted(NamedTuple):
     "A foreign drafter in this library's form."
 
     config: SpeculatorModelConfig
-    state: dict[str, torch.Tensor]  # our name -> tensor
+    state: Tensors  # our name -> tensor
     format: NativeFormat  # that it was stored in
     speculative_tokens: int  # for engines
 
@@ -237,11 +231,7 @@ def formats_of(config: SpeculatorModelConfig, checkpoint: str | os.PathLike) -> 
     return known
 
 
-def saved_tensors(
-    config: SpeculatorModelConfig,
-    folder: Path,  # of the checkpoint
-    checkpoint: str | os.PathLike,  # for messages
-) -> dict[str, torch.Tensor]:
+def saved_tensors(config: SpeculatorModelConfig, folder: Path, checkpoint: str | os.PathLike) -> Tensors:
     "A drafter's own tensors, checked against its config; those of the verifier are left out."
     state = read_state(folder)
     model_class = SpeculatorModel.registered_model_class_from_config(config)

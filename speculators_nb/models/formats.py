@@ -98,9 +98,7 @@ WEIGHTS = (
 )  # in the order in which they are looked for
 
 
-def find_weights(
-    source: str | os.PathLike,  # folder, hub id, or the file with the weights
-) -> tuple[Path, Path]:  # folder; the file with the weights, or the index of shards
+def find_weights(source: str | os.PathLike) -> tuple[Path, Path]:  # -> folder; weights, or index of shards
     "Where a foreign checkpoint is. Errors: FileNotFoundError naming the files looked for."
     path = Path(source)
     if path.is_file():
@@ -149,13 +147,8 @@ class NativeCheckpoint:
         self.config = read_object(config) if config.is_file() else {}
         self._pickles: dict[Path, Tensors] = {}
 
-    def config_value(
-        self,
-        name: str,  # of a field
-        default: Any = None,  # if the field is absent or null
-        block: str | None = None,  # nested object that is read before the top level
-    ) -> Any:
-        "A field of config.json."
+    def config_value(self, name: str, default: Any = None, block: str | None = None) -> Any:
+        "A field of config.json, of a nested object before the top level; the default where it is absent or null."
         nested = self.config.get(block) or {}
         for fields in (nested, self.config):
             if fields.get(name) is not None:
@@ -295,15 +288,8 @@ def count_layers(names: Iterable[str]) -> int:  # of tensors, `layers.0.…` -> 
 BORROWED = {"embed_tokens.weight": "embeddings", "lm_head.weight": "head"}
 
 
-def check_copy(
-    name: str,  # of the tensor
-    own: torch.Tensor,  # the drafter's
-    theirs: torch.Tensor,  # the verifier's
-    target: Target,  # the verifier
-    source: str,  # of the drafter, for messages
-    tolerance: float,  # largest difference over largest entry
-):
-    "Errors: ValueError for a tensor that is not a copy of the verifier's."
+def check_copy(name: str, own: torch.Tensor, theirs: torch.Tensor, target: Target, source: str, tolerance: float):
+    "Errors: ValueError for a tensor that is not a copy of the verifier's; the tolerance is of its largest entry."
     if own.shape != theirs.shape:
         raise ValueError(
             f"{source}: {name} is {tuple(own.shape)}, that of verifier {target.path!r} "
@@ -317,13 +303,9 @@ def check_copy(
         )
 
 
-def without_borrowed(
-    tensors: Tensors,  # our names
-    target: Target,  # the verifier; not compared if its weights are not here
-    source: str,  # of the tensors, for messages
-    tolerance: float = 0.01,  # largest difference over largest entry; allows for rounded copies
-) -> Tensors:  # without embed_tokens.weight and lm_head.weight
-    "Leave out copies of the verifier's tensors. Errors: ValueError for what is no copy."
+def without_borrowed(tensors: Tensors, target: Target, source: str, tolerance: float = 0.01) -> Tensors:
+    """Leave out copies of the verifier's tensors. They are compared where its weights are here; the tolerance, of the
+    largest entry, allows for rounded copies. Errors: ValueError for what is no copy."""
     for name in [name for name in BORROWED if name in tensors]:
         try:
             theirs = load_verifier_tensors(target.path)[BORROWED[name]]

@@ -84,12 +84,8 @@ def dflash_layer_ids(native: NativeCheckpoint, target: Target) -> list[int]:  # 
     return check_aux_layer_ids([i + 1 for i in ids], num_layers)
 
 
-def dflash_layers(
-    native: NativeCheckpoint,
-    target: Target,  # the verifier
-    names: list[str],  # of tensors
-) -> tuple[PretrainedConfig, bool]:  # draft layers; our `sliding_window_non_causal`
-    "Configuration of a DFlash checkpoint's layers."
+def dflash_layers(native: NativeCheckpoint, target: Target, names: list[str]) -> tuple[PretrainedConfig, bool]:
+    "Configuration of a DFlash checkpoint's layers, and our `sliding_window_non_causal`."
     value = partial(native.config_value, block="dflash_config")
     count = count_layers(names)
     fields: dict[str, Any] = dict(num_hidden_layers=count)

@@ -24,7 +24,7 @@ from ..verifier.folders import new_folder
 from ..verifier.from_gguf import open_gguf
 from .base import SpeculatorModel
 from .convert import check_sizes, saved_tensors
-from .formats import Target
+from .formats import Target, Tensors
 from .serving_rules import LAYER
 
 # llama.cpp has a converter of its own, which wants a Hugging Face folder of the verifier and refuses a tokenizer that
@@ -149,12 +149,7 @@ def neighbouring_rows(weight: torch.Tensor, heads: int, rotated: int) -> torch.T
     return torch.cat([pairs, by_head[:, rotated:]], 1).flatten(0, 1)
 
 
-def gguf_tensors(
-    entry: GGUFDraft,
-    layer: PretrainedConfig,  # of draft layers
-    state: dict[str, torch.Tensor],  # our name -> tensor
-    rotary: Rotary,
-) -> dict[str, torch.Tensor]:  # llama.cpp's name -> tensor
+def gguf_tensors(entry: GGUFDraft, layer: PretrainedConfig, state: Tensors, rotary: Rotary) -> Tensors:
     "A drafter's tensors in llama.cpp's names and order of rows."
     found = {}
     heads = {"q_proj.weight": layer.num_attention_heads, "k_proj.weight": layer.num_key_value_heads}
@@ -173,13 +168,7 @@ def gguf_tensors(
     return found
 
 
-def write_gguf(
-    file: Path,  # new
-    entry: GGUFDraft,
-    config: SpeculatorModelConfig,
-    state: dict[str, torch.Tensor],  # our name -> tensor
-    verifier: Any,  # gguf.GGUFReader
-):
+def write_gguf(file: Path, entry: GGUFDraft, config: SpeculatorModelConfig, state: Tensors, verifier: Any):
     "Write a drafter as llama.cpp reads it, matrices in the dtype that they are stored in."
     gguf = import_module("gguf")
     kinds = gguf.GGMLQuantizationType

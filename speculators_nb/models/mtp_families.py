@@ -196,9 +196,7 @@ def to_native(name: str, config: PretrainedConfig) -> str:
     return head_stem(config) + theirs + rest.removeprefix(ours)
 
 
-def layer_parts(
-    config: PretrainedConfig,  # of the verifier's language model
-) -> dict[str, nn.Module]:  # self_attn, mlp and the norms, by their names in our checkpoints
+def layer_parts(config: PretrainedConfig) -> dict[str, nn.Module]:  # self_attn, mlp and the norms
     "The parts of the head's decoder layer, with fresh weights, as transformers builds them."
     family = head_family(config)
     if family.changes:

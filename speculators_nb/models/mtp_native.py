@@ -21,7 +21,7 @@ from ..nn.target_head import text_config, verifier_config
 from ..verifier.folders import new_folder
 from .base import SpeculatorModel
 from .draft_network import misfits
-from .formats import FieldsAndTensors, NativeCheckpoint, NativeFormat, Target, Tensors, register_format
+from .formats import FieldsAndTensors, Folder, NativeCheckpoint, NativeFormat, Target, Tensors, register_format
 from .mtp_families import FAMILIES, from_native, head_stem, to_native
 
 # A mixture of experts is stored with a tensor for each projection of each expert (most families) or stacked (Qwen3.5),
@@ -56,10 +56,8 @@ def stacked(block: str, parts: dict[tuple[int, str], torch.Tensor]) -> Tensors: 
     return {f"{block}.gate_up_proj": torch.stack(gate_up)} | down
 
 
-def fuse_experts(
-    tensors: Tensors,  # each expert by itself, or all stacked already
-) -> Tensors:  # gate_up_proj [E, 2I, H] and down_proj [E, H, I] of each block
-    """Stack a mixture's experts as transformers stores them. Errors: ValueError naming an
+def fuse_experts(tensors: Tensors) -> Tensors:  # each by itself, or all stacked already
+    """Stack a mixture's experts as transformers stores them: gate_up_proj [E, 2I, H] and down_proj [E, H, I]. Errors: ValueError naming an
     expert or a projection that is missing."""
     fused: Tensors = {}
     blocks: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
@@ -75,9 +73,7 @@ def fuse_experts(
     return fused
 
 
-def split_experts(
-    tensors: Tensors,  # stacked
-) -> Tensors:  # one tensor for each projection of each expert
+def split_experts(tensors: Tensors) -> Tensors:  # stacked
     "Each expert by itself, as Qwen3-Next's checkpoints store them."
     split: Tensors = {}
     for name, tensor in tensors.items():
@@ -116,9 +112,7 @@ def native_head(verifier: str | os.PathLike, config: PretrainedConfig) -> Tensor
     return tensors
 
 
-def extract_mtp(
-    verifier: str | os.PathLike,  # folder or hub id
-) -> Tensors:  # our names; as they are stored
+def extract_mtp(verifier: str | os.PathLike) -> Tensors:  # our names; as stored
     "A verifier's own MTP head; nothing else is read. Errors: ValueError where it has none, naming the remedy."
     config = text_config(verifier_config(verifier))
     head = native_head(verifier, config)
@@ -159,8 +153,8 @@ def prepare_splice(
     config: SpeculatorModelConfig,  # of the drafter
     head: Tensors,  # our names
     source: Path,  # the verifier's folder
-    drafter: str | os.PathLike,  # for messages
-    verifier: str | os.PathLike,  # for messages
+    drafter: Folder,  # for messages
+    verifier: Folder,  # for messages
 ) -> Splice:
     "Check a head against a verifier, and bring it into the verifier's layout and dtype."
     layer, index = text_config(verifier_config(source)), checkpoint_index(source)
@@ -260,8 +254,8 @@ def stitch_into(
     folder: Path,  # there and empty
     config: SpeculatorModelConfig,  # of the drafter
     tensors: Tensors,  # of the drafter, our names
-    verifier: str | os.PathLike,  # folder or hub id
-    drafter: str | os.PathLike,  # for messages
+    verifier: Folder,  # folder or hub id
+    drafter: Folder,  # for messages
     link: bool = False,  # as in `stitch_mtp`
 ):
     "Fill a folder with the verifier and this head."

@@ -34,11 +34,9 @@ def first_proposal(raw: dict[str, Any]) -> dict[str, Any]:  # config.json -> pro
     return methods[0]
 
 
-def served_rope(
-    layer: dict[str, Any],  # transformer_layer_config as it is stored
-) -> tuple[list[str], list[str]]:  # violations, warnings: sentences with the remedy
-    """Where vLLM (0.32) rotates draft layers by other angles than they were trained with:
-    always, or for some requests."""
+def served_rope(layer: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Where vLLM (0.32) rotates draft layers by other angles than they were trained with: always (violations), or for
+    some requests (warnings)."""
     rope, wrong, careful = layer.get("rope_parameters") or {}, [], []
     kind, n = rope.get("rope_type"), rope.get("original_max_position_embeddings")
     if any(isinstance(v, dict) for v in rope.values()):
@@ -107,12 +105,8 @@ def reaches_as_far(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     return [f"{LAYER}.max_position_embeddings is {draft}, the verifier's {target}; vLLM stops drafting beyond it"]
 
 
-def written(
-    *fields: str,  # of config.json
-    why: str,  # what happens where one is missing
-    none_counts: bool = True,  # whether a field that is null is written
-) -> Rule:
-    "A rule: these fields are written, because a default would decide."
+def written(*fields: str, why: str, none_counts: bool = True) -> Rule:
+    "A rule: these fields are written (null is, or is not), because a default would decide: `why`, in words."
 
     def rule(raw, verifier=None):
         missing = [name for name in fields if name not in raw or (raw[name] is None and not none_counts)]
