@@ -73,8 +73,7 @@ class Distribution:
 
     @piece
     def neg_entropy(self) -> Tensor:  # [N], sum p log p
-        with torch.autocast(self.logits.device.type, enabled=False):
-            return torch.linalg.vecdot(self.probs, self.logits) - self.lse
+        return rowdot(self.probs, self.logits) - self.lse
 
     @piece
     def best(self) -> Tensor:  # [N, TOP_K] the likeliest tokens
