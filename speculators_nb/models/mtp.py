@@ -486,7 +486,7 @@ class MTPDraftModel(TrainingTimeTest):
         return text_config(verifier_config(verifier))
 
     @classmethod
-    def with_first_weights(cls, config, t2d, d2t, arguments):
+    def with_first_weights(cls, config: Any, t2d, d2t, arguments):
         "The verifier's own head, or random weights."
         model = cls(config)
         if not arguments["fresh_head"]:
