@@ -57,8 +57,8 @@ def stacked(block: str, parts: dict[tuple[int, str], torch.Tensor]) -> Tensors: 
 
 
 def fuse_experts(tensors: Tensors) -> Tensors:  # each by itself, or all stacked already
-    """Stack a mixture's experts as transformers stores them: gate_up_proj [E, 2I, H] and down_proj [E, H, I]. Errors: ValueError naming an
-    expert or a projection that is missing."""
+    """Stack a mixture's experts as transformers stores them: gate_up_proj [E, 2I, H] and down_proj [E, H, I]. Errors:
+    ValueError naming an expert or a projection that is missing."""
     fused: Tensors = {}
     blocks: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
     for name, tensor in tensors.items():

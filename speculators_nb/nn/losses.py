@@ -73,7 +73,8 @@ class Distribution:
 
     @piece
     def neg_entropy(self) -> Tensor:  # [N], sum p log p
-        return rowdot(self.probs, self.logits) - self.lse
+        with torch.autocast(self.logits.device.type, enabled=False):
+            return torch.linalg.vecdot(self.probs, self.logits) - self.lse
 
     @piece
     def best(self) -> Tensor:  # [N, TOP_K] the likeliest tokens
