@@ -51,7 +51,7 @@ ALGORITHMS = sorted(
 PARTS = {m for m in MODULES if m.startswith(tuple(f"models.{a}_" for a in ALGORITHMS))}
 # modules that read and write the checkpoints of other projects -> the drafters whose formats they register
 FORMATS = {
-    m: set(re.findall(r'model_type="(\w+)"', p.read_text()))
+    m: set(re.findall(r'(?:model_type=|^register_block\()"(\w+)"', p.read_text(), flags=re.M))
     for m, p in MODULES.items()
     if m.startswith("models.")
     and m.split(".")[1] not in ALGORITHMS

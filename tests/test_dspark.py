@@ -52,7 +52,9 @@ def test_logits(name):
         if "logits" in want:
             if model.markov_head is not None:
                 logits = logits + model.markov_head.markov_w2(
-                    model.markov_head(model.markov_head.markov_w1(model.previous(x["input_ids"], anchors)), hidden)
+                    model.markov_head(
+                        model.markov_head.markov_w1(model.tokens_in_front(x["input_ids"], anchors)), hidden
+                    )
                 )
             torch.testing.assert_close(logits.flatten(0, 1), want["logits"][0], rtol=0, atol=1e-4)
             drafted, *_ = model(**batch, **kwargs, cross_document_targets=True, lean=False)
@@ -335,7 +337,7 @@ def block_laws(model, row, features, start, k):
         hidden = served_states(model, row, features, start)
         logits, embeds = model.lm_head(hidden), None
         if model.markov_head is not None:
-            embeds = model.markov_head.markov_w1(model.previous(row, anchors))
+            embeds = model.markov_head.markov_w1(model.tokens_in_front(row, anchors))
             logits = logits + model.markov_head.markov_w2(model.markov_head(embeds, hidden))
         sure = model.confidence(hidden, embeds).sigmoid()[0, first:] if model.confidence_head is not None else None
     return logits[0, first:].softmax(-1), sure

@@ -187,8 +187,8 @@ def test_what_cannot_be_exported(tmp_path):
         ([], "verifier=None: name the GGUF file"),
         (["--verifier", tmp_path / "none.gguf"], "no such file"),
         (["--verifier", tmp_path / "text.gguf"], "is no GGUF file"),
-        (["--verifier", verifier_file(tmp_path / "a.gguf", size=V + 1)], f"has vocabulary {V + 1}"),
-        (["--verifier", verifier_file(tmp_path / "b.gguf", width=64)], "has hidden_size 64"),
+        (["--verifier", verifier_file(tmp_path / "a.gguf", size=V + 1)], f"is for a verifier with vocabulary {V}"),
+        (["--verifier", verifier_file(tmp_path / "b.gguf", width=64)], "is for a verifier with hidden_size"),
         (["--verifier", verifier_file(tmp_path / "c.gguf"), "--format", "eagle3"], "format='eagle3': has no effect"),
     ):
         done = run(*line, *words)

@@ -193,7 +193,7 @@ def test_bad_configs(change):
 
 
 def test_other_errors(verifier):
-    with pytest.raises(ValueError, match="the whole vocabulary of 40"):
+    with pytest.raises(ValueError, match="draft_vocab_size=20 of 40: each head has the whole vocabulary"):
         fresh(verifier, draft_vocab_size=20)
     with pytest.raises(ValueError, match="not loaded yet: target_head.norm.weight, lm_heads.0.weight"):
         SpeculatorModel.verify_training_compatible(MedusaModel(fresh(verifier).config))

@@ -313,9 +313,9 @@ def test_bad_configs(change, message):
 
 
 def test_other_errors(verifier, tmp_path):
-    with pytest.raises(ValueError, match="the whole vocabulary of 40"):
+    with pytest.raises(ValueError, match="of 40: each head has the whole vocabulary"):
         fresh(verifier, draft_vocab_size=20)
-    with pytest.raises(ValueError, match="the whole vocabulary of 40"):
+    with pytest.raises(ValueError, match="of 40: each head has the whole vocabulary"):
         fresh(verifier, t2d=torch.ones(V, dtype=torch.bool))
     model = fresh(verifier)
     with pytest.raises(ValueError, match="not loaded yet: target_head.norm.weight"):

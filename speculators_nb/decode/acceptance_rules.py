@@ -20,6 +20,7 @@ from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from .tree import TokenTree, draw_tokens, fetch, to_device
@@ -35,18 +36,18 @@ class Choices:
     ):
         self.choose, self.number = choose, number
 
-    def flip(self, chance: torch.Tensor) -> torch.Tensor:
+    def flip(self, chance: Tensor) -> Tensor:
         "Coin flips, as `flip` has them."
         heads = map(self.number, chance.clamp(max=1).flatten().tolist())
         made = [self.choose([1 - c, c]) == 1 for c in heads]
         return torch.tensor(made, dtype=torch.bool).view(chance.shape)
 
-    def draw(self, weights: torch.Tensor) -> torch.Tensor:
+    def draw(self, weights: Tensor) -> Tensor:
         "One token, as `draw` has it."
         parts = list(map(self.number, (weights / weights.sum()).tolist()))
         return torch.tensor(self.choose([w / sum(parts) for w in parts]))
 
-    def accept(self, tree: TokenTree, chance: torch.Tensor) -> torch.Tensor:
+    def accept(self, tree: TokenTree, chance: Tensor) -> Tensor:
         "A flip for each node where the path leads: a choice that nothing depends on is none."
         chosen, children = torch.zeros(len(tree), dtype=torch.bool), tree.children()
         while children:
@@ -56,7 +57,7 @@ class Choices:
             chosen[node], children = True, tree.children(node)
         return chosen
 
-    def first(self, chance: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    def first(self, chance: Tensor, order: Sequence[int]) -> Tensor:
         "A flip for each node in turn, until one succeeds."
         passed = torch.zeros(len(chance), dtype=torch.bool)
         stop = next((node for node in order if self.flip(chance[node])), None)
@@ -64,7 +65,7 @@ class Choices:
             passed[stop] = True
         return passed
 
-    def tokens(self, tree: TokenTree, target_probs: torch.Tensor) -> torch.Tensor:
+    def tokens(self, tree: TokenTree, target_probs: Tensor) -> Tensor:
         "A token after each node where the path leads; 0 elsewhere."
         tokens, node = torch.zeros(len(target_probs), dtype=torch.long), -1
         while node is not None:
@@ -74,9 +75,9 @@ class Choices:
 
 # %% ../../nbs/decode/02_acceptance_rules.ipynb #flipdraw
 def flip(
-    chance: torch.Tensor,  # probability of True; 1 and above always, 0 and below never
+    chance: Tensor,  # probability of True; 1 and above always, 0 and below never
     generator: torch.Generator | Choices | None = None,  # on the device of `chance`
-) -> torch.Tensor:  # bool, the same shape
+) -> Tensor:  # bool, the same shape
     "Independent coin flips."
     if isinstance(generator, Choices):
         return generator.flip(chance)
@@ -87,9 +88,9 @@ def flip(
 
 
 def draw(
-    weights: torch.Tensor,  # [V], not negative, not all zero; need not sum to one
+    weights: Tensor,  # [V], not negative, not all zero; need not sum to one
     generator: torch.Generator | Choices | None = None,  # on the device of `weights`
-) -> torch.Tensor:  # [] int64, a token id
+) -> Tensor:  # [] int64, a token id
     "Draw one token in proportion to its weight."
     if isinstance(generator, Choices):
         return generator.draw(weights)
@@ -99,7 +100,7 @@ def draw(
 def walk(
     step: Callable,  # (p [V] float64, children, tree, generator) -> (child | None, weights [V])
     tree: TokenTree,  # the proposal
-    target_probs: torch.Tensor,  # [N+1, V] verifier, after the last decided token and each node
+    target_probs: Tensor,  # [N+1, V] verifier, after the last decided token and each node
     generator: torch.Generator | None = None,  # on the device of `target_probs`
 ) -> tuple[list[int], int]:  # accepted nodes from depth 1 on, next token
     """Descend as long as `step` accepts a child; then draw the next token from the weights
@@ -117,7 +118,7 @@ def walk(
 
 
 def child_with(
-    token: int | torch.Tensor,
+    token: int | Tensor,
     children: Sequence[int],  # nodes
     tree: TokenTree,
 ) -> int | None:  # the first child that carries `token`
@@ -126,9 +127,9 @@ def child_with(
 
 
 def one_hot(
-    token: int | torch.Tensor,
-    like: torch.Tensor,  # [V], for size, dtype and device
-) -> torch.Tensor:  # [V]
+    token: int | Tensor,
+    like: Tensor,  # [V], for size, dtype and device
+) -> Tensor:  # [V]
     "All probability on one token."
     return torch.zeros_like(like).index_fill(0, torch.as_tensor(token, device=like.device), 1)
 
@@ -136,8 +137,8 @@ def one_hot(
 class Decision(NamedTuple):
     "What a rule decides, on the device of the distributions."
 
-    accepted: torch.Tensor  # [N] bool, the nodes of the path
-    token: torch.Tensor  # [] int64, the next token
+    accepted: Tensor  # [N] bool, the nodes of the path
+    token: Tensor  # [] int64, the next token
 
 
 class Rule(NamedTuple):
@@ -160,32 +161,28 @@ class Rule(NamedTuple):
 # %% ../../nbs/decode/02_acceptance_rules.ipynb #ondevic3
 def path_of(
     tree: TokenTree,  # N nodes
-    chosen: torch.Tensor,  # [N] bool, at most one among siblings
-) -> torch.Tensor:  # [N] bool
+    chosen: Tensor,  # [N] bool, at most one among siblings
+) -> Tensor:  # [N] bool
     "Nodes that are chosen together with all their ancestors."
     if tree.real is not None:
         chosen = chosen & tree.real
     return (chosen | ~tree.ancestors).all(1)
 
 
-def last_row(
-    path: torch.Tensor,  # [N] bool
-) -> torch.Tensor:  # [1] int64
+def last_row(path: Tensor) -> Tensor:  # [N] bool -> [1] int64
     "The row of the distributions after the last node of a path; 0 for an empty one."
     rows = torch.arange(1, len(path) + 1, device=path.device)
     return pad(rows * path, (1, 0)).amax().view(1)
 
 
-def before(
-    tree: TokenTree,  # N nodes
-) -> torch.Tensor:  # [N, N] bool
+def before(tree: TokenTree) -> Tensor:  # N nodes -> [N, N] bool
     "Entry (i, j): node j is a sibling of node i and was proposed before it."
     return (tree.parents[:, None] == tree.parents).tril(-1)
 
 
 def follow(
     tree: TokenTree,  # N nodes
-    tokens: torch.Tensor,  # [N+1] the verifier's, after the last decided one and each node
+    tokens: Tensor,  # [N+1] the verifier's, after the last decided one and each node
 ) -> Decision:
     "Accept what the verifier's own tokens lead to; of equal siblings the first."
     same = tree.tokens == tokens[tree.parents + 1]
@@ -208,9 +205,9 @@ def strict(tree, target_probs, generator=None) -> Decision:
 
 # %% ../../nbs/decode/02_acceptance_rules.ipynb #575f2e45
 def residual_probs(
-    p: torch.Tensor,  # [..., V] the verifier's distribution
-    q: torch.Tensor,  # [..., V] the drafter's, of a token that was rejected
-) -> torch.Tensor:  # [..., V] max(p - q, 0), normalized
+    p: Tensor,  # [..., V] the verifier's distribution
+    q: Tensor,  # [..., V] the drafter's, of a token that was rejected
+) -> Tensor:  # [..., V] max(p - q, 0), normalized
     "The residual distribution: what is left of p after a rejection."
     rest = (p - q).clamp(min=0)
     mass = rest.sum(-1, keepdim=True)
@@ -236,8 +233,8 @@ def _turns(tree, by_level=False) -> list[Any]:
 
 def drafted_from(
     tree: TokenTree,  # N nodes
-    p: torch.Tensor,  # [N+1, V] float64, the verifier's
-) -> torch.Tensor:  # [N, V] float64
+    p: Tensor,  # [N+1, V] float64, the verifier's
+) -> Tensor:  # [N, V] float64
     """The distribution that each node was drawn from: one-hot where it was not drawn, and zero
     for padding, which cannot be accepted and so leaves p as it is."""
     if tree.probs is None:
@@ -249,9 +246,9 @@ def drafted_from(
 
 def chances(
     tree: TokenTree,  # N nodes
-    p: torch.Tensor,  # [N+1, V] float64, replaced in place by what is left of it
+    p: Tensor,  # [N+1, V] float64, replaced in place by what is left of it
     lenience: float = 1.0,  # of the ratio p / (lenience * q)
-) -> torch.Tensor:  # [N] that a node is accepted if its siblings before were not
+) -> Tensor:  # [N] that a node is accepted if its siblings before were not
     "Rejection sampling at each node; p becomes the weights if all children are rejected."
     q = drafted_from(tree, p)
     chance = p.new_zeros(len(tree))
@@ -283,8 +280,8 @@ def rejection_sampling(tree, target_probs, generator=None, lenience=1.0) -> Deci
 # %% ../../nbs/decode/02_acceptance_rules.ipynb #2f0f1a18
 def traversal_chances(
     tree: TokenTree,  # N nodes
-    p: torch.Tensor,  # [N+1, V] float64, replaced in place by what is left of it
-) -> torch.Tensor:  # [N] that the walk stops at a node if it did not stop before
+    p: Tensor,  # [N+1, V] float64, replaced in place by what is left of it
+) -> Tensor:  # [N] that the walk stops at a node if it did not stop before
     "Traversal verification (2505.12398); p becomes the weights of the next token."
     q = drafted_from(tree, p)
     alpha = p.new_ones(len(p))  # of the last decided token and each node
@@ -302,9 +299,7 @@ def traversal_chances(
     return alpha[1:]
 
 
-def post_order(
-    tree: TokenTree,  # N nodes
-) -> list[int]:  # [N] nodes
+def post_order(tree: TokenTree) -> list[int]:  # N nodes -> [N] nodes
     "Children before their parent, elder siblings and all below them first."
     way: dict[int, tuple[int, ...]] = {-1: ()}
     for node, parent in enumerate(tree.parent_of):
@@ -314,9 +309,9 @@ def post_order(
 
 def stop_at_first(
     tree: TokenTree,  # N nodes
-    chance: torch.Tensor,  # [N] that the walk stops at a node if it did not stop before
+    chance: Tensor,  # [N] that the walk stops at a node if it did not stop before
     generator: torch.Generator | Choices | None = None,  # on the device of `chance`
-) -> torch.Tensor:  # [N] bool, the path to the node where it stops
+) -> Tensor:  # [N] bool, the path to the node where it stops
     "Flip for each node; the first success in post-order ends the path."
     order = post_order(tree)
     if isinstance(generator, Choices):
@@ -399,9 +394,7 @@ def synthetic(
     return Rule(on_device, False, f"positions accepted at rates {rates}")
 
 # %% ../../nbs/decode/02_acceptance_rules.ipynb #fae1602e
-def lenient(
-    lenience: float = 1.0,  # 1: standard; smaller accepts more
-) -> Rule:
+def lenient(lenience: float = 1.0) -> Rule:  # 1: standard; smaller accepts more
     """Rejection sampling with the ratio p / (lenience * q). Errors: ValueError for a lenience
     outside (0, 1]."""
     if not 0 < lenience <= 1:
@@ -527,9 +520,7 @@ class Draft(NamedTuple):
         return TokenTree(tokens, parents, None if self.probs is None else rows_of(self.probs))
 
 
-def rows_of(
-    probs: Sequence[Sequence[Fraction]],  # [N, V]
-) -> torch.Tensor:  # [N, V] float64
+def rows_of(probs: Sequence[Sequence[Fraction]]) -> Tensor:  # [N, V] -> [N, V] float64
     "Distributions in fractions as a tensor."
     rows = [[float(w) for w in row] for row in probs]
     return torch.tensor(rows, dtype=torch.float64).view(len(rows), -1 if rows else 0)
@@ -603,8 +594,6 @@ def continued(
     return written
 
 
-def tokens_per_step(
-    written: Mapping[tuple[int, ...], Fraction],  # from `emitted`
-) -> Fraction:
+def tokens_per_step(written: Mapping[tuple[int, ...], Fraction]) -> Fraction:  # from `emitted`
     "Mean number of tokens that a step writes, the verifier's own included."
     return sum((len(text) * chance for text, chance in written.items()), Fraction(0))

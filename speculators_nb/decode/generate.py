@@ -233,9 +233,7 @@ def generate(
     return done if many else done[0]
 
 # %% ../../nbs/decode/11_generate.ipynb #timed002
-def seconds(
-    run,  # function without arguments
-) -> float:  # until its result is there
+def seconds(run) -> float:  # function without arguments -> until its result is there
     """Time a call. In a single thread it is the processor's time, which other programs on the
     machine do not lengthen; else the wall clock."""
     wait = torch.cuda.synchronize if torch.cuda.is_available() else lambda: None

@@ -48,10 +48,7 @@ class FirstPlaces:
         # of each length: run -> place after it
         self.first = [{} for _ in range(self.min_n, self.max_n + 1)]
 
-    def read(
-        self,
-        text: Tensor,  # [n] int64, mostly the text of the last call and more
-    ):
+    def read(self, text: Tensor):  # [n] int64, mostly the text of the last call and more
         "Take note of the new tokens; of all of them, if the text is another one."
         known = len(self.tokens)
         text = text.cpu()
@@ -103,12 +100,8 @@ class NgramDrafter:
         self.places = FirstPlaces(self.min_n, self.max_n)
 
     def propose(
-        self,
-        tokens: Tensor,  # [n] all decided tokens
-        features: Tensor | None,  # not used
-        k: int,  # longest proposal
-        sampling: Sampling,  # not used: the proposal is the same at every temperature
-    ) -> TokenTree:  # a chain of at most k tokens; empty where nothing was found
+        self, tokens: Tensor, features: Tensor | None, k: int, sampling: Sampling
+    ) -> TokenTree:
         "Look the last tokens up; the same as `lookup`."
         self.places.read(tokens)
         place = self.places.place()

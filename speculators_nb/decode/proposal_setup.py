@@ -109,11 +109,7 @@ class TreeDrafter:
 
     @torch.inference_mode()
     def propose(
-        self,
-        tokens: Tensor,  # [n] all decided tokens
-        features: Tensor | None,  # [m, A·H] new hidden states of the verifier, or None
-        k: int,  # the deepest node wanted
-        sampling: Sampling,  # for drawing a fixed-shape tree; a dynamic one ignores temperature
+        self, tokens: Tensor, features: Tensor | None, k: int, sampling: Sampling
     ) -> TokenTree:
         "Grow a tree."
         depth = min(k, self.depth)

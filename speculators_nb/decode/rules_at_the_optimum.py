@@ -136,9 +136,7 @@ def k_seq(
     return Plan(accepted, [w * in_all / beta if beta else w for w in covered])
 
 
-def flow_plan(
-    siblings: str,  # one of SIBLINGS, drawn from q
-) -> Callable:  # (p, q, tokens) -> Plan
+def flow_plan(siblings: str) -> Callable:  # -> (p, q, tokens) -> Plan
     "The optimal plan of one step, by maximum flow over all tuples of siblings."
 
     @functools.cache

@@ -27,9 +27,7 @@ class Steps(NamedTuple):
     requested: np.ndarray  # [n] int, draft tokens that it could propose
 
 
-def steps_of(
-    generation: Generation,  # one request
-) -> Steps:
+def steps_of(generation: Generation) -> Steps:  # one request
     "Where the steps of an output are, and what they accepted."
     rows = [(len(s.tokens), s.accepted, len(s.draft), s.requested) for s in generation.steps]
     added, *rest = np.array(rows, dtype=int).reshape(-1, 4).T
@@ -64,9 +62,7 @@ def check_edges(
         raise ValueError(f"{name}={shown(edges)}: {wrong}")
 
 
-def range_names(
-    edges: Sequence[int],  # ascending
-) -> list[str]:  # one more than edges
+def range_names(edges: Sequence[int]) -> list[str]:  # ascending -> one more than edges
     "Names of ranges, as in 0-127, 128-511, 512+."
     closed = [f"{low}-{high - 1}" for low, high in itertools.pairwise([0, *edges])]
     return [*closed, f"{edges[-1]}+"]

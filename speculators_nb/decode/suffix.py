@@ -50,10 +50,7 @@ class SuffixDrafter:
         self.read = 0  # tokens of the text that are in the index
         self.answer: int | None = None  # number of this request's answer
 
-    def learn(
-        self,
-        tokens: Tensor,  # [n] all decided tokens
-    ):
+    def learn(self, tokens: Tensor):  # [n] all decided tokens
         "Add what is new to both indexes."
         if not self.read:  # all but the last is the prompt: its forward pass gave one token
             self.text.extend(0, tokens[:-1].tolist())
@@ -69,12 +66,8 @@ class SuffixDrafter:
         self.read = len(tokens)
 
     def propose(
-        self,
-        tokens: Tensor,  # [n] all decided tokens
-        features: Tensor | None,  # not used
-        k: int,  # longest proposal
-        sampling: Sampling,  # not used: the proposal is the same at every temperature
-    ) -> TokenTree:  # a chain, as long as it is likely
+        self, tokens: Tensor, features: Tensor | None, k: int, sampling: Sampling
+    ) -> TokenTree:
         "What followed most often."
         self.learn(tokens)
         context = tokens[-self.text.depth :].tolist()
@@ -82,10 +75,7 @@ class SuffixDrafter:
         others = self.answers.propose(context, k, self.factor, self.min_prob)
         return TokenTree.chain(own.tokens if own.score >= others.score else others.tokens)
 
-    def finish(
-        self,
-        tokens: Tensor,  # the whole text
-    ):
+    def finish(self, tokens: Tensor):  # the whole text
         "Learn the end of an answer."
         if self.read:
             self.learn(tokens)

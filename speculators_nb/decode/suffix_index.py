@@ -19,10 +19,7 @@ class Followers:
     """Counts of the tokens that followed, and which of the most frequent is first in the order
     of Arctic Inference."""
 
-    def __init__(
-        self,
-        tokens: Iterable[int] = (),  # in the order of time
-    ):
+    def __init__(self, tokens: Iterable[int] = ()):  # in the order of time
         self.count: dict[int, int] = {}
         # count -> the tokens that have it, in order; None: the order is not known
         self.equals: dict[int, OrderedDict] | None = {}
@@ -31,10 +28,7 @@ class Followers:
         for token in tokens:
             self.add(token)
 
-    def add(
-        self,
-        token: int,  # what followed now
-    ):
+    def add(self, token: int):  # what followed now
         "Count a token, in constant time."
         c = self.count.get(token, 0)
         self.count[token] = c + 1
@@ -55,10 +49,7 @@ class Followers:
         above.move_to_end(token, last=not was_first)
         self.most = max(self.most, c + 1)
 
-    def remove(
-        self,
-        token: int,  # what is forgotten
-    ):
+    def remove(self, token: int):  # what is forgotten
         "Count a token once less."
         self.count[token] -= 1
         if not self.count[token]:
@@ -138,10 +129,7 @@ class SuffixIndex:
 
     most_places = 64  # of a part that is not split
 
-    def __init__(
-        self,
-        depth: int = 24,  # match and continuation together are at most so long
-    ):
+    def __init__(self, depth: int = 24):  # match and continuation together are at most so long
         if depth < 2:
             raise ValueError(
                 f"max_tree_depth={depth} must be at least 2: a match and a token after it"
@@ -215,10 +203,7 @@ class SuffixIndex:
             place = self.before[place]
         return found
 
-    def places(
-        self,
-        sequence: int,  # its number
-    ) -> Iterator[int]:
+    def places(self, sequence: int) -> Iterator[int]:  # its number
         "Places of a sequence's tokens, the last one first."
         place = self.ends[sequence]
         while place >= 0:
@@ -229,10 +214,7 @@ class SuffixIndex:
         "The tokens after some places, in the order of time."
         return [self.tokens[i] for i in sorted(self.behind[i] for i in places) if i >= 0]
 
-    def first(
-        self,
-        part: Part,  # split
-    ) -> tuple[int, int] | None:  # (token, how often); None: nothing followed
+    def first(self, part: Part) -> tuple[int, int] | None:  # split -> token, how often
         "What followed a part most often."
         followers = part.followers
         if followers is None or not followers.count:

@@ -84,9 +84,7 @@ def to_device(
     return torch.tensor(values, dtype=torch.long).to(device, non_blocking=True)
 
 # %% ../../nbs/decode/01_tree.ipynb #94b82636
-def likeliest(
-    logits: Tensor,  # [..., V]
-) -> Tensor:  # [...] int64
+def likeliest(logits: Tensor) -> Tensor:  # [..., V] -> [...] int64
     """The argmax of each row, the first one where several are equal. Errors: ValueError for NaN
     or infinity."""
     best, tokens = logits.max(-1)
@@ -148,17 +146,11 @@ class Sampling:
         names = ("temperature", "top_k", "top_p", "min_p")
         check_options({name: getattr(self, name) for name in names})
 
-    def probabilities(
-        self,
-        logits: Tensor,  # [..., V]
-    ) -> Tensor:  # [..., V] float32
+    def probabilities(self, logits: Tensor) -> Tensor:  # [..., V] -> [..., V] float32
         "The distribution that a token is drawn from, with this temperature and these filters."
         return probabilities(logits, self.temperature, self.top_k, self.top_p, self.min_p)
 
-    def draw(
-        self,
-        probs: Tensor,  # [..., V] each row a distribution
-    ) -> Tensor:  # [...] int64, one token a row
+    def draw(self, probs: Tensor) -> Tensor:  # [..., V] -> [...] int64
         """Draw one token from each distribution; at temperature 0 the argmax, without using up
         a random number. Errors: ValueError for NaN."""
         if self.temperature == 0:
@@ -171,6 +163,13 @@ class Sampling:
         require(~probs.isnan().any(), lambda: error)
         return draw_tokens(probs, self.generator)
 
+    def next_tokens(self, logits: Tensor) -> tuple[Tensor, list[Tensor]]:  # [..., V] -> [...]
+        "A token for each row, and what it was drawn from [..., V]: nothing where greedy."
+        if not self.temperature:
+            return likeliest(logits), []
+        probs = self.probabilities(logits)
+        return self.draw(probs), [probs]
+
 
 class GreedyWithProbs(Sampling):
     """Greedy drafting whose probabilities are recorded: a drafter that drafts a chain returns
@@ -179,10 +178,7 @@ class GreedyWithProbs(Sampling):
     def __init__(self):
         super().__init__(temperature=1.0)
 
-    def draw(
-        self,
-        probs: Tensor,  # [..., V] each row a distribution
-    ) -> Tensor:  # [...] int64
+    def draw(self, probs: Tensor) -> Tensor:  # [...] int64
         "The argmax of each distribution; no random number is used."
         return probs.argmax(-1)
 
@@ -258,10 +254,7 @@ class TokenTree:
         "Every token follows the one before it."
         return self.parent_of == list(range(-1, len(self) - 1))
 
-    def children(
-        self,
-        node: int = -1,  # a node, or -1 for the last decided token
-    ) -> list[int]:  # its children, in the order in which they were proposed
+    def children(self, node: int = -1) -> list[int]:  # -1: the last decided token
         "The candidates for the token after `node`."
         return [i for i, parent in enumerate(self.parent_of) if parent == node]
 
@@ -298,10 +291,7 @@ class TokenTree:
         tree: Any = type(self)
         return tree(change(self.tokens), parents, probs, real, self.deepest, parent_of)
 
-    def to(
-        self,
-        device: str | torch.device,  # a torch device
-    ) -> Self:  # itself where it is there already
+    def to(self, device: str | torch.device) -> Self:  # -> itself where it is there already
         "The tree on another device."
         if self.tokens.device == torch.device(device):
             return self
@@ -311,10 +301,7 @@ class TokenTree:
 
         return self._like(there, there(self.parents), self.parent_of if self.known else None)
 
-    def part(
-        self,
-        nodes: list[int],  # ascending, each with its parent
-    ) -> Self:  # itself where these are all
+    def part(self, nodes: list[int]) -> Self:  # ascending, each with its parent
         "Some nodes, numbered anew."
         if len(nodes) == len(self):
             return self
@@ -323,10 +310,7 @@ class TokenTree:
         rows, parents = (to_device(x, self.tokens.device) for x in (nodes, shape))
         return self._like(lambda x: x[rows], parents, shape)
 
-    def cut(
-        self,
-        depth: int,  # the deepest nodes to keep
-    ) -> Self:  # itself where nothing is deeper
+    def cut(self, depth: int) -> Self:  # the deepest to keep
         "Leave out all deeper nodes."
         deepest = self.known_depth
         if len(self) <= depth or (deepest is not None and deepest <= depth):
@@ -379,10 +363,7 @@ class TokenTree:
         parents = torch.arange(-1, n - 1, device=tokens.device)
         return cls(tokens, parents, probs, real, shape=list(range(-1, n - 1)))
 
-    def check_vocabulary(
-        self,
-        vocab_size: int,  # the verifier's
-    ):
+    def check_vocabulary(self, vocab_size: int):  # the verifier's
         "Errors: ValueError for token ids that the verifier does not have."
         if self._checked_vocabulary == vocab_size:
             return

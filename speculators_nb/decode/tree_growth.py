@@ -26,9 +26,7 @@ NextLogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]
 Choices = tuple[int, ...]  # a node of a shape: (0, 2) is the third choice after the first
 
 # %% ../../nbs/decode/09_tree_growth.ipynb #024401f5
-def parse_tree(
-    text: str,  # e.g. "[(0,), (1,), (0, 0)]"
-) -> list[Choices]:  # the paths, shortest first
+def parse_tree(text: str) -> list[Choices]:  # e.g. "[(0,), (1,), (0, 0)]"
     """The shape of a tree as paths of choices. Errors: ValueError for anything but a list of
     paths, each listed once and after a listed parent."""
 
@@ -246,9 +244,7 @@ def dynamic_tree(
     return ScoredTree(tree, scores)
 
 # %% ../../nbs/decode/09_tree_growth.ipynb #0075744d
-def independent_log_probs(
-    log_probs: Tensor,  # [K, V] of each depth
-) -> NextLogProbs:  # (nodes [F], tokens [N], parents [N]) -> log-probabilities [F, V]
+def independent_log_probs(log_probs: Tensor) -> NextLogProbs:  # [K, V] of each depth
     """For a drafter whose positions do not depend on each other: the depth of a node picks the
     row. Beyond depth K all log-probabilities are -inf."""
     by_depth = pad(log_probs, (0, 0, 0, 1), value=-torch.inf)

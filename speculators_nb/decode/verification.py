@@ -120,10 +120,7 @@ class Context:
         slots = torch.arange(self.slots, device=device).expand(len(self.lengths), -1)
         return slots.masked_fill(slots >= to_device(self.lengths, device)[:, None], -1)
 
-    def forget(
-        self,
-        length: int,  # tokens to keep
-    ):
+    def forget(self, length: int):  # tokens to keep
         "Cut the only request back to its beginning."
         if length < self.slots:
             crop_cache(self.cache, length)
@@ -214,10 +211,7 @@ class StaticContext(Context):
         self.rows: list[int] = []  # of the requests in the buffers; none: no prompt is read
         self.width = 0  # W, of a step
 
-    def widen(
-        self,
-        width: int,  # tokens of the next step
-    ):
+    def widen(self, width: int):  # tokens of the next step
         "Have place for a step of this width after the longest text."
         if width <= self.width:
             return
@@ -303,10 +297,7 @@ class RecurrentContext:
         self.caches = [new_cache(verifier.config) for _ in range(requests)]
         self.cached = [0] * requests  # tokens of each text that its cache has
 
-    def forget(
-        self,
-        length: int,  # tokens to keep
-    ):
+    def forget(self, length: int):  # tokens to keep
         "Cut the only request back to its beginning, which is read again if need be."
         self.texts = [self.texts[0][:length]]
         if self.cached[0] > length:

@@ -30,18 +30,13 @@ class NotAttached(RuntimeError, ValueError):
 MODES = ("detached", "full", "train_only")
 
 
-def check_mode(
-    mode: str | None,  # None: "full"
-    modes: tuple[str, ...] = MODES,  # that there are
-) -> None:
+def check_mode(mode: str | None, modes: tuple[str, ...] = MODES) -> None:  # None: full
     "ValueError for an unknown mode of attachment."
     if mode is not None and mode not in modes:
         raise ValueError(f"verifier_attachment_mode={mode!r}: choose {' or '.join(map(repr, modes))}")
 
 
-def resolve_verifier(
-    verifier: "str | os.PathLike | PreTrainedModel",  # folder, hub id, or a model
-) -> PreTrainedModel:
+def resolve_verifier(verifier: "str | os.PathLike | PreTrainedModel") -> PreTrainedModel:  # folder, hub id, or a model
     "A verifier, loaded where it is a folder or hub id. Errors: TypeError for anything else."
     if isinstance(verifier, AttachableVerifier):
         raise TypeError(f"verifier is a {type(verifier).__name__}, a drafter; attach the model that it drafts for")
@@ -52,9 +47,7 @@ def resolve_verifier(
     raise TypeError(f"verifier is a {type(verifier).__name__}; give a folder, a hub id or a PreTrainedModel")
 
 
-def borrowed_parts(
-    model: PreTrainedModel,  # a verifier
-) -> dict[str, Any]:  # as `load_verifier_tensors` returns them
+def borrowed_parts(model: PreTrainedModel) -> dict[str, Any]:  # a verifier -> as `load_verifier_tensors` returns them
     "Embedding, head and final norm of a model. Errors: ValueError where it has no head."
     norm, head = find_taps(model)[2], model.get_output_embeddings()
     if head is None:
@@ -112,10 +105,7 @@ def generation_settings(
     return settings
 
 
-def new_tokens(
-    settings: GenerationConfig,
-    prompt_length: int,  # padding included, as transformers counts
-) -> int:  # output limit
+def new_tokens(settings: GenerationConfig, prompt_length: int) -> int:  # padding counts, as in transformers
     "`max_new_tokens`, or what `max_length` leaves; 20 where neither is given, as transformers."
     if settings.max_new_tokens is not None:
         return settings.max_new_tokens
@@ -209,10 +199,7 @@ class AttachableVerifier(TrainingTimeTest):
         'The attached verifier; only mode "full" holds one.'
         return self._verifier[0]
 
-    def load_verifier_weights(
-        self,
-        verifier: str | os.PathLike | None = None,  # folder or hub id; None: the config's
-    ):
+    def load_verifier_weights(self, verifier: str | os.PathLike | None = None):
         """Attach for training: read embedding, head and final norm from a verifier's files, and
         no more of it."""
         super().load_verifier_weights(verifier)
@@ -227,11 +214,7 @@ class AttachableVerifier(TrainingTimeTest):
         if self.verifier_attachment_mode == "detached":
             raise NotAttached("no verifier is attached; call attach_verifier(verifier)")
 
-    def start_attached(
-        self,
-        verifier: "str | os.PathLike | PreTrainedModel | None",  # attached where given
-        mode: str | None,  # "detached", "full" (None) or "train_only"
-    ) -> None:
+    def start_attached(self, verifier: "str | os.PathLike | PreTrainedModel | None", mode: str | None) -> None:
         "The end of a drafter's `__init__`."
         check_mode(mode)
         self._forget()

@@ -14,6 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, Qwen3Config
 
 from .base import SpeculatorModel
@@ -22,10 +23,10 @@ from speculators_nb.models.serving_rules import (
     Rule,
     first_proposal,
     layer_of,
-    layer_types_of,
     layers_exist,
     reaches_as_far,
     rope_as_trained,
+    short_window,
     silu_only,
     written,
 )
@@ -85,25 +86,25 @@ def as_qwen3_layers(
 class Projections(NamedTuple):
     "Queries, keys and values of one layer, in the order of `block_attention`."
 
-    queries: torch.Tensor  # [Hq, A, B, D] of the blocks
-    keys: torch.Tensor  # [Hkv, L, D] of the context
-    values: torch.Tensor  # [Hkv, L, D]
-    own_keys: torch.Tensor  # [Hkv, A, B, D] of the blocks
-    own_values: torch.Tensor  # [Hkv, A, B, D]
+    queries: Tensor  # [Hq, A, B, D] of the blocks
+    keys: Tensor  # [Hkv, L, D] of the context
+    values: Tensor  # [Hkv, L, D]
+    own_keys: Tensor  # [Hkv, A, B, D] of the blocks
+    own_values: Tensor  # [Hkv, A, B, D]
 
 # %% ../../nbs/models/09_blocks.ipynb #blk00032
 class BlockAttention(NamedTuple):
     "Attention of blocks to the context and to themselves, for `DecoderLayer.forward`."
 
-    context: torch.Tensor  # [L, H]
-    context_rope: tuple[torch.Tensor, torch.Tensor]  # cos, sin [L, R]
-    block_rope: tuple[torch.Tensor, torch.Tensor]  # cos, sin [A, B, R]
+    context: Tensor  # [L, H]
+    context_rope: tuple[Tensor, Tensor]  # cos, sin [L, R]
+    block_rope: tuple[Tensor, Tensor]  # cos, sin [A, B, R]
     impl: str  # of `block_attention`, or of `attention` in the definition
 
     def project(
         self,
         self_attn: Attention,
-        x: torch.Tensor,  # [A, B, H]
+        x: Tensor,  # [A, B, H]
     ) -> Projections:
         "The projections of the context and of the blocks."
         keys, values = self_attn.key_value(self.context, self.context_rope)
@@ -114,7 +115,7 @@ class BlockAttention(NamedTuple):
 
     def lean(
         self, mask: Mask
-    ) -> Callable[[Attention, torch.Tensor], torch.Tensor]:  # [A, B, H] -> [A, Hq, B, D]
+    ) -> Callable[[Attention, Tensor], Tensor]:  # [A, B, H] -> [A, Hq, B, D]
         "Each block over its own keys. Anchors ascend, and none is padding."
 
         def attend(self_attn, x):
@@ -126,7 +127,7 @@ class BlockAttention(NamedTuple):
 
     def dense(
         self, mask: Mask
-    ) -> Callable[[Attention, torch.Tensor], torch.Tensor]:  # [A, B, H] -> [A, Hq, B, D]
+    ) -> Callable[[Attention, Tensor], Tensor]:  # [A, B, H] -> [A, Hq, B, D]
         "The definition: all blocks over all keys."
 
         def attend(self_attn, x):
@@ -169,8 +170,8 @@ class BlockDrafting(SpeculatorModel):
     def mask(
         self,
         layer: DecoderLayer,
-        anchors: torch.Tensor,  # [A]
-        document_ids: torch.Tensor,  # [L]
+        anchors: Tensor,  # [A]
+        document_ids: Tensor,  # [L]
         serving_window: bool = False,  # the window follows the slots; False: the anchor
     ) -> Mask:  # for A·B queries and L + A·B keys
         "What the slots of all blocks attend to: the row, then all blocks."
@@ -182,16 +183,16 @@ class BlockDrafting(SpeculatorModel):
 
     def block_hidden(
         self,
-        tokens: torch.Tensor,  # [A, B]: an anchor and masks
-        context: torch.Tensor,  # [L, H]: what the layers make keys and values of
-        anchors: torch.Tensor,  # [A]; ascending and not padding, where lean
-        document_ids: torch.Tensor,  # [L]
-        position_ids: torch.Tensor,  # [L]
+        tokens: Tensor,  # [A, B]: an anchor and masks
+        context: Tensor,  # [L, H]: what the layers make keys and values of
+        anchors: Tensor,  # [A]; ascending and not padding, where lean
+        document_ids: Tensor,  # [L]
+        position_ids: Tensor,  # [L]
         lean: bool = True,  # False: the definition
         impl: str = "blocked",  # of `block_attention`, or of `attention` where not lean
         serving_window: bool = False,  # the window follows the slots (vLLM); False: the anchor
-        drawn_anchors: torch.Tensor | None = None,  # [N] all of the row; None: `anchors`
-    ) -> torch.Tensor:  # [A, B, H], normed
+        drawn_anchors: Tensor | None = None,  # [N] all of the row; None: `anchors`
+    ) -> Tensor:  # [A, B, H], normed
         """Blocks through the layers. Keys and values of the context are made by the same
         projections as those of the block; the context itself stays as it is."""
         if drawn_anchors is None:
@@ -214,11 +215,11 @@ class BlockDrafting(SpeculatorModel):
 
     def blocks(
         self,
-        loss_mask: torch.Tensor,  # [L]
-        document_ids: torch.Tensor,  # [L]
+        loss_mask: Tensor,  # [L]
+        document_ids: Tensor,  # [L]
         max_anchors: int | None = None,  # blocks drawn; None: the config's
-        anchor_positions: torch.Tensor | None = None,  # [N] given ones; None: draw
-        anchor_valid: torch.Tensor | None = None,  # [N] which of the given count; None: all
+        anchor_positions: Tensor | None = None,  # [N] given ones; None: draw
+        anchor_valid: Tensor | None = None,  # [N] which of the given count; None: all
         generator: torch.Generator | None = None,  # of the draw, on the CPU; None: seeded
         seed: int = 0,  # of the draw in evaluation
         cross_document: bool = False,  # True: only the loss mask decides, as upstream
@@ -249,9 +250,9 @@ class BlockDrafting(SpeculatorModel):
 
     def training_mask(
         self,
-        batch: dict[str, torch.Tensor],  # a packed Batch
+        batch: dict[str, Tensor],  # a packed Batch
         max_anchors: int | None = None,  # blocks drawn; None: the config's
-        anchor_positions: torch.Tensor | None = None,  # [N] given ones; None: draw
+        anchor_positions: Tensor | None = None,  # [N] given ones; None: draw
         **others,  # what else `forward` takes
     ) -> MaskSize:  # A·B queries, L + A·B keys
         "What the slots attend to in the first layer: the row, then all blocks."
@@ -264,11 +265,11 @@ class BlockDrafting(SpeculatorModel):
 
     def slot_decay(
         self,
-        supervised: torch.Tensor,  # [A, B] bool
+        supervised: Tensor,  # [A, B] bool
         gamma: float = 4.0,  # slots over which the weight falls by a factor of e
         step_weights: StepWeights = None,  # B weights, or a function of the slot; None: gamma
-        slots: torch.Tensor | None = None,  # of `chosen_slots`
-    ) -> torch.Tensor:  # [N] float32
+        slots: Tensor | None = None,  # of `chosen_slots`
+    ) -> Tensor:  # [N] float32
         "Weights of the slots with loss by their place in the block."
         slot = torch.arange(supervised.shape[1], device=supervised.device)
         decay = block_decay(slot, gamma, self.config.sample_from_anchor)
@@ -277,13 +278,13 @@ class BlockDrafting(SpeculatorModel):
 
     def slot_weight(
         self,
-        supervised: torch.Tensor,  # [A, B] bool
+        supervised: Tensor,  # [A, B] bool
         scheme: str | Callable = FIXED,  # as in `loss_weight`
         gamma: float = 4.0,  # of the decay
         dpace_alpha: float = 0.5,  # of D-PACE
         step_weights: StepWeights = None,  # B weights, or a function of the slot; None: gamma
-        slots: torch.Tensor | None = None,  # of `chosen_slots`
-    ) -> torch.Tensor | WeightOfRows:  # [N], or a function of what the slots were scored
+        slots: Tensor | None = None,  # of `chosen_slots`
+    ) -> Tensor | WeightOfRows:  # [N], or a function of what the slots were scored
         "Weights of the slots with loss. Errors: ValueError for an unknown scheme."
         by_scores = loss_weight(scheme)
         if by_scores is None:
@@ -302,7 +303,7 @@ def cached_block_mask(
     window: int | None,  # of a sliding layer: less than this many positions away
     causal: bool,  # only slots up to the query's own
     device: torch.device | None = None,
-) -> torch.Tensor | None:  # [slots, keys] bool, True: attends; None: to all
+) -> Tensor | None:  # [slots, keys] bool, True: attends; None: to all
     "Which keys the slots of one block attend to: those of training with `serving_window`."
     if window is None and not causal:
         return None
@@ -311,18 +312,18 @@ def cached_block_mask(
     return (key > query - reach) & (key <= query if causal else key < query + reach)
 
 
-Rope = tuple[torch.Tensor, torch.Tensor]  # cos, sin [n, R]
+Rope = tuple[Tensor, Tensor]  # cos, sin [n, R]
 
 
 def cached_block_attention(
     cache: DynamicCache,  # extended in place by the context and the block
     index: int,  # of the layer in the cache
-    context: torch.Tensor,  # [m, H] new positions
+    context: Tensor,  # [m, H] new positions
     context_rope: Rope,  # of the m new positions
     block_rope: Rope,  # of the slots
     window: int | None,  # these two as in `cached_block_mask`
     causal: bool,
-) -> Callable[[Attention, torch.Tensor], torch.Tensor]:  # for `DecoderLayer.forward`
+) -> Callable[[Attention, Tensor], Tensor]:  # for `DecoderLayer.forward`
     "Attention of a block to the cache, to new positions of the context and to itself."
 
     def attend(self_attn, x):  # [B, H] -> [Hq, B, D]
@@ -337,7 +338,7 @@ def cached_block_attention(
     return attend
 
 # %% ../../nbs/models/09_blocks.ipynb #blk00026
-def no_longrope(raw: dict[str, Any], verifier: PretrainedConfig | None = None) -> list[str]:
+def no_longrope(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     "vLLM's block drafters have no table of longrope's angles."
     rope = layer_of(raw).get("rope_parameters") or {}
     if rope.get("rope_type") != "longrope":
@@ -348,18 +349,11 @@ def no_longrope(raw: dict[str, Any], verifier: PretrainedConfig | None = None) -
     ]
 
 
-def window_covers_block(
-    raw: dict[str, Any], verifier: PretrainedConfig | None = None
-) -> list[str]:
+def window_covers_block(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     "A block fits into the sliding window."
-    window, B = layer_of(raw).get("sliding_window"), raw.get("block_size", 8)
-    slides = "sliding_attention" in layer_types_of(raw)
-    if not slides or not isinstance(window, int) or window >= B:
-        return []
-    return [
-        f"{LAYER}.sliding_window is {window}, less than the block of {B}; vLLM then hides a "
-        "block's own first slots"
-    ]
+    B = raw.get("block_size", 8)
+    why = f"block of {B}; vLLM then hides a block's own first slots"
+    return short_window(raw, B, why)
 
 
 def drafts_as_trained(

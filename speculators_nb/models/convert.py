@@ -17,7 +17,7 @@ from ..core.options import check_options, near, shown
 from ..core.provenance import write_provenance
 from ..verifier.folders import new_folder, refuse_own
 from .base import FOREIGN, SpeculatorModel
-from .formats import NativeCheckpoint, NativeFormat, Target, formats, verifier_target
+from .formats import FieldsAndTensors, NativeCheckpoint, NativeFormat, Target, Tensors, formats, verifier_target
 
 __all__ = [
     "recognise",
@@ -58,19 +58,13 @@ def recognise(native: NativeCheckpoint) -> NativeFormat:
     )
 
 
-def detect(
-    source: str | os.PathLike,  # folder, hub id, or the file with the weights
-) -> str:  # name of its format, as `convert` takes it
+def detect(source: str | os.PathLike) -> str:  # -> name of its format
     """Recognise a foreign checkpoint by its config.json and the names of its tensors. Errors:
     ValueError listing what was looked for; FileNotFoundError where there are no weights."""
     return recognise(NativeCheckpoint(source)).name
 
 
-def choose_format(
-    name: str,  # as requested
-    known: list[NativeFormat],
-    available: str,  # start of a sentence that lists them
-) -> NativeFormat:
+def choose_format(name: str, known: list[NativeFormat], available: str) -> NativeFormat:
     "One of the known formats. Errors: ValueError listing them."
     for entry in known:
         if entry.name == name:
@@ -93,10 +87,7 @@ def json_object(config: dict | str | None) -> dict[str, Any]:
     )
 
 
-def check_fields(
-    given: dict[str, Any],  # field -> value
-    config_class: type[SpeculatorModelConfig],
-):
+def check_fields(given: dict[str, Any], config_class: type[SpeculatorModelConfig]):  # field -> value
     "Errors: ValueError for a field that the drafter's config does not have."
     known = [*inspect.signature(config_class).parameters, "speculative_tokens"]
     for name in given:
@@ -107,11 +98,7 @@ def check_fields(
             )
 
 
-def check_sizes(
-    config: SpeculatorModelConfig,  # of the drafter
-    target: Target,  # the verifier
-    source: str,  # of the drafter, for messages
-):
+def check_sizes(config: SpeculatorModelConfig, target: Target, source: str):  # source: for messages
     "Errors: ValueError for a verifier of another vocabulary or width."
     sizes = config.sizes
     hidden_size = getattr(config, "target_hidden_size", None) or sizes.hidden_size
@@ -126,11 +113,7 @@ def check_sizes(
             )
 
 
-def read_foreign(
-    entry: NativeFormat,
-    native: NativeCheckpoint,
-    target: Target,  # the verifier
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:  # our config's fields; our name -> tensor
+def read_foreign(entry: NativeFormat, native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     "Read a checkpoint. Errors: ValueError, also for tensors and fields of another kind."
     try:
         return entry.read(native, target)
@@ -142,7 +125,7 @@ def read_foreign(
         ) from e
 
 
-def commonest_dtype(state: dict[str, torch.Tensor]) -> torch.dtype:
+def commonest_dtype(state: Tensors) -> torch.dtype:
     "Of the floating tensors: what config.json names."
     counts = Counter(w.dtype for w in state.values() if w.is_floating_point())
     return max(counts, key=lambda dtype: (counts[dtype], str(dtype)))
@@ -152,7 +135,7 @@ class Converted(NamedTuple):
     "A foreign drafter in this library's form."
 
     config: SpeculatorModelConfig
-    state: dict[str, torch.Tensor]  # our name -> tensor
+    state: Tensors  # our name -> tensor
     format: NativeFormat  # that it was stored in
     speculative_tokens: int  # for engines
 
@@ -235,10 +218,7 @@ def convert(
     return str(output)
 
 
-def formats_of(
-    config: SpeculatorModelConfig,  # of the drafter
-    checkpoint: str | os.PathLike,  # for messages
-) -> list[NativeFormat]:
+def formats_of(config: SpeculatorModelConfig, checkpoint: str | os.PathLike) -> list[NativeFormat]:
     "The formats of a drafter's type. Errors: ValueError where there are none."
     kind = config.speculators_model_type
     known = formats(kind)
@@ -251,11 +231,7 @@ def formats_of(
     return known
 
 
-def saved_tensors(
-    config: SpeculatorModelConfig,
-    folder: Path,  # of the checkpoint
-    checkpoint: str | os.PathLike,  # for messages
-) -> dict[str, torch.Tensor]:
+def saved_tensors(config: SpeculatorModelConfig, folder: Path, checkpoint: str | os.PathLike) -> Tensors:
     "A drafter's own tensors, checked against its config; those of the verifier are left out."
     state = read_state(folder)
     model_class = SpeculatorModel.registered_model_class_from_config(config)

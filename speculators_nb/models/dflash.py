@@ -8,15 +8,16 @@ __all__ = ['DFLASH_RULES', 'DFlashSpeculatorConfig', 'SlotBias', 'BlockStates', 
 
 # %% ../../nbs/models/10_dflash.ipynb #47c6f781
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PretrainedConfig, Qwen3Config
+from transformers import Qwen3Config
 
 from ..core.config import Qwen3Layers, SpeculatorModelConfig
 from .base import ForwardOutput, SpeculatorModel
@@ -103,10 +104,10 @@ class DFlashSpeculatorConfig(SpeculatorModelConfig):
 class SlotBias(NamedTuple):
     "A bias on the logits of slots, codes @ weight.T; the codes depend on the tokens in front."
 
-    embeds: torch.Tensor  # [A, B, r] of the tokens in front of the slots
-    codes: torch.Tensor  # [A, B, r]
-    weight: torch.Tensor  # [Vd, r]
-    row_codes: torch.Tensor | None  # [L, r] by position, if they depend on the token alone
+    embeds: Tensor  # [A, B, r] of the tokens in front of the slots
+    codes: Tensor  # [A, B, r]
+    weight: Tensor  # [Vd, r]
+    row_codes: Tensor | None  # [L, r] by position, if they depend on the token alone
 
     def head_loss_options(self, blocks: Blocks) -> dict[str, Any]:
         "Arguments of `head_loss`: slots that share a target share a bias where they can."
@@ -118,10 +119,10 @@ class SlotBias(NamedTuple):
 class BlockStates(NamedTuple):
     "Blocks of a row, and what the layers made of them."
 
-    input_ids: torch.Tensor  # [L] of the row
-    document_ids: torch.Tensor  # [L], -1 padding
+    input_ids: Tensor  # [L] of the row
+    document_ids: Tensor  # [L], -1 padding
     blocks: Blocks
-    hidden: torch.Tensor  # [A, B, H], normed
+    hidden: Tensor  # [A, B, H], normed
     bias: SlotBias | None = None
 
 # %% ../../nbs/models/10_dflash.ipynb #blk00023
@@ -135,10 +136,10 @@ class BlockReader(CachedDrafter):
 
     def read_block(
         self,
-        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
-        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
+        tokens: Tensor,  # [n] decided tokens; the verifier has not read the last one
+        features: Tensor,  # [m, A·H] of positions n-1-m .. n-2
         k: int,  # tokens wanted
-    ) -> torch.Tensor:  # [size, H]: normed states of all slots; the last k predict
+    ) -> Tensor:  # [size, H]: normed states of all slots; the last k predict
         """Add the new context to the cache and run one block behind it: the last decided
         token and as many masks as tokens are wanted, as the serving engine does."""
         model = self.model
@@ -171,17 +172,12 @@ class BlockReader(CachedDrafter):
 class DFlashDrafter(BlockReader, SlotDrafter):
     "Drafts all tokens in one forward pass."
 
-    def slots(
-        self,
-        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
-        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        k: int,  # tokens wanted
-    ) -> torch.Tensor:  # [k, Vd]
+    def slots(self, tokens: Tensor, features: Tensor, k: int) -> Tensor:  # [k, Vd]
         "Logits of the next k tokens, none of which depends on the others."
         return self.model.lm_head(self.read_block(tokens, features, k)[-k:])
 
 # %% ../../nbs/models/10_dflash.ipynb #blk00027
-def one_direction(raw: dict[str, Any], verifier: PretrainedConfig | None = None) -> list[str]:
+def one_direction(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     "vLLM reads from one field whether all layers are causal in the block."
     if layer_of(raw).get("is_causal") is not None:  # that one comes first
         return []
@@ -199,7 +195,7 @@ def one_direction(raw: dict[str, Any], verifier: PretrainedConfig | None = None)
     ]
 
 
-def masks_alone(raw: dict[str, Any], verifier: PretrainedConfig | None = None) -> list[str]:
+def masks_alone(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     "vLLM's DFlash drafts nothing from the anchor's slot."
     if not raw.get("sample_from_anchor"):
         return []
@@ -286,15 +282,15 @@ class DFlashDraftModel(BlockDrafting):
         "One layer; a subclass may build another kind."
         return DecoderLayer(self.config.transformer_layer_config, index, sinks=True)
 
-    def context(self, features: torch.Tensor) -> torch.Tensor:  # [..., A·H] -> [..., H]
+    def context(self, features: Tensor) -> Tensor:  # [..., A·H] -> [..., H]
         "The features of each position, mixed down; every layer makes keys and values of them."
         return self.hidden_norm(self.fc(features.to(self.fc.weight.dtype)))
 
     def block_tokens(
         self,
-        anchor_tokens: torch.Tensor,  # [A]
+        anchor_tokens: Tensor,  # [A]
         size: int | None = None,  # slots; None: B
-    ) -> torch.Tensor:  # [A, size]
+    ) -> Tensor:  # [A, size]
         "An anchor and masks. Errors: ValueError for a config without a mask token."
         mask_token = self.config.mask_token_id
         if mask_token is None:
@@ -304,11 +300,15 @@ class DFlashDraftModel(BlockDrafting):
         masks = (size or self.config.block_size) - 1
         return F.pad(anchor_tokens[:, None], (0, masks), value=mask_token)
 
-    def slot_bias(
-        self,
-        states: BlockStates,  # without a bias
-        lean: bool,  # False: for the dense definition
-    ) -> SlotBias | None:
+    def tokens_in_front(
+        self, input_ids: Tensor, anchors: Tensor
+    ) -> Tensor:  # [L], [A] -> [A, B]
+        "The tokens in front of the ones that the slots predict, from the text itself."
+        slot = torch.arange(self.config.block_size, device=anchors.device)
+        in_front = (slot - self.config.first_slot).clamp_min(0)
+        return input_ids[(anchors[:, None] + in_front).clamp_max(len(input_ids) - 1)]
+
+    def slot_bias(self, states: BlockStates, lean: bool) -> SlotBias | None:
         "The bias on the logits of the slots; DFlash has none."
         return None
 
@@ -319,7 +319,7 @@ class DFlashDraftModel(BlockDrafting):
         gamma: float,  # these two as in `slot_decay`
         step_weights: StepWeights,
         upstream: bool,  # metrics as upstream reports them
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # loss, metrics
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # loss, metrics
         "The loss of a step: in DFlash, that of the slots."
         out, metrics = score(states)
         return out.loss, metrics
@@ -327,17 +327,17 @@ class DFlashDraftModel(BlockDrafting):
     def block_loss(
         self,
         states: BlockStates,
-        target_hidden: torch.Tensor,  # [L, H] the verifier's states before its final norm
+        target_hidden: Tensor,  # [L, H] the verifier's states before its final norm
         mixture: dict[str, float],  # from `losses.parse_loss`
         weight: RowWeight,  # from `slot_weight`
         upstream: bool = False,  # metrics as upstream reports them
         lean: bool = True,  # False: by whole tensors and autograd
         **options,  # of `head_loss`: gemm_dtype, want_accept, want_tokens, labels
-    ) -> tuple[HeadLoss, dict[str, torch.Tensor]]:  # over the slots with loss; metrics
+    ) -> tuple[HeadLoss, dict[str, Tensor]]:  # over the slots with loss; metrics
         "Mean over the slots with loss."
         blocks = states.blocks
         count = blocks.supervised.sum() + 1e-5
-        if isinstance(weight, torch.Tensor):
+        if isinstance(weight, Tensor):
             mean: RowWeight = weight / count
         else:
             mean = weight._replace(count=count)
@@ -359,13 +359,11 @@ class DFlashDraftModel(BlockDrafting):
         )
         return out, slot_metrics(out, blocks, mixture, self.config.first_slot, upstream)
 
-    def next_tokens(
-        self, input_ids: torch.Tensor
-    ) -> torch.Tensor | None:  # [L] -> [L]; None: the drafter has not the whole vocabulary
+    def next_tokens(self, input_ids: Tensor) -> Tensor | None:  # None: a part of them
         "The token after each position; the last one's own, which has none."
         return torch.cat([input_ids[1:], input_ids[-1:]]) if self.d2t is None else None
 
-    def data_labels(self, input_ids: torch.Tensor) -> torch.Tensor:  # [L] -> [L]
+    def data_labels(self, input_ids: Tensor) -> Tensor:  # [L] -> [L]
         """The text's tokens, for `ce` to count as right. Errors: ValueError for a reduced draft
         vocabulary."""
         labels = self.next_tokens(input_ids)
@@ -376,7 +374,7 @@ class DFlashDraftModel(BlockDrafting):
             )
         return labels
 
-    def draft_tokens(self, states: BlockStates) -> torch.Tensor:  # [1, A·B] int64
+    def draft_tokens(self, states: BlockStates) -> Tensor:  # [1, A·B] int64
         "The most likely token of every slot, in the verifier's ids."
         logits = self.lm_head(states.hidden)
         if states.bias is not None:
@@ -385,10 +383,10 @@ class DFlashDraftModel(BlockDrafting):
 
     def log_probs_of(
         self,
-        drafts: torch.Tensor,  # [1, L, K] verifier ids that blocks at these positions drafted
-        chosen: torch.Tensor,  # [1, L, K] bool: which of them are asked for
-        batch: dict[str, torch.Tensor],  # the packed row, as for `forward`
-    ) -> torch.Tensor:  # [R] float32, in the order of positions and slots
+        drafts: Tensor,  # [1, L, K] verifier ids that blocks at these positions drafted
+        chosen: Tensor,  # [1, L, K] bool: which of them are asked for
+        batch: dict[str, Tensor],  # the packed row, as for `forward`
+    ) -> Tensor:  # [R] float32, in the order of positions and slots
         "Log-probabilities of tokens that were drafted, as the slots give them now."
         anchors = chosen[0].any(-1).nonzero()[:, 0]
         ids, device = batch["input_ids"][0], batch["input_ids"].device
@@ -410,14 +408,14 @@ class DFlashDraftModel(BlockDrafting):
 
     def forward(
         self,
-        input_ids: torch.Tensor,  # [1, L] token x_i
-        hidden_states: torch.Tensor,  # [1, L, A·H] features g_i
-        document_ids: torch.Tensor,  # [1, L], -1 padding
-        loss_mask: torch.Tensor,  # [1, L]
-        verifier_last_hidden_states: torch.Tensor,  # [1, L, H] after x_i, before the final norm
-        position_ids: torch.Tensor | None = None,  # [1, L]; None: counted along the row
-        anchor_positions: torch.Tensor | None = None,  # [N] given blocks; None: drawn
-        anchor_valid: torch.Tensor | None = None,  # [N] which of the given count; None: all
+        input_ids: Tensor,  # [1, L] token x_i
+        hidden_states: Tensor,  # [1, L, A·H] features g_i
+        document_ids: Tensor,  # [1, L], -1 padding
+        loss_mask: Tensor,  # [1, L]
+        verifier_last_hidden_states: Tensor,  # [1, L, H] after x_i, before the final norm
+        position_ids: Tensor | None = None,  # [1, L]; None: counted along the row
+        anchor_positions: Tensor | None = None,  # [N] given blocks; None: drawn
+        anchor_valid: Tensor | None = None,  # [N] which of the given count; None: all
         generator: torch.Generator | None = None,  # of the draw, on the CPU; None: see `blocks`
         seed: int = 0,  # of the draw in evaluation
         lean: bool = True,  # False: the dense definition, which also returns draft tokens
@@ -493,10 +491,15 @@ class DFlashDraftModel(BlockDrafting):
         return ForwardOutput(None if lean else self.draft_tokens(states), loss, metrics)
 
     @classmethod
-    def get_trainer_kwargs(
-        cls,
-        **training_args,  # a trainer's arguments, those of other parts too
-    ) -> tuple[dict[str, Any], dict[str, Any]]:  # of `forward` in training, in evaluation
+    def forward_arguments(cls) -> dict[str, Any]:  # argument -> default
+        "Those of `forward` and of `step_loss`, but for the progress, which the trainer knows."
+        parameters = inspect.signature(cls.step_loss).parameters.values()
+        own = {p.name: p.default for p in parameters if p.default is not p.empty}
+        own.pop("progress", None)
+        return super().forward_arguments() | own
+
+    @classmethod
+    def get_trainer_kwargs(cls, **training_args) -> tuple[dict[str, Any], dict[str, Any]]:
         """What `forward` is called with. Cross-entropy alone is weighted by D-PACE, unless
         `step_weights` are there."""
         kwargs, _ = super().get_trainer_kwargs(**training_args)
@@ -516,9 +519,7 @@ class DFlashDraftModel(BlockDrafting):
         return super().kept_arguments() | {"attention_sink_bias": sinks}
 
     @classmethod
-    def verifier_fields(
-        cls, layer: PretrainedConfig, verifier: str, arguments: dict[str, Any]
-    ) -> dict[str, Any]:
+    def verifier_fields(cls, layer, verifier, arguments):
         "The layers that are read, the mask token, and the options of attention."
         layer = copy.deepcopy(layer)
         if arguments["is_causal"] is not None:
@@ -537,9 +538,7 @@ class DFlashDraftModel(BlockDrafting):
         )
 
     @staticmethod
-    def serving_warnings(
-        raw: dict[str, Any],  # config.json as it is stored
-    ) -> list[str]:  # sentences with the remedy
+    def serving_warnings(raw: dict[str, Any]) -> list[str]:  # sentences with the remedy
         "What vLLM does differently on one of its builds, or for some requests."
         return served_rope(layer_of(raw))[1] + first_key_norm(raw)
 

@@ -13,9 +13,8 @@ from dataclasses import field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PretrainedConfig
 
 from ..core.config import SpeculatorModelConfig
 from ..core.options import RULES, number, whole
@@ -91,9 +90,9 @@ class DFlash2SpeculatorConfig(DFlashSpeculatorConfig):
 
 # %% ../../nbs/models/12_dflash2.ipynb #0b3515d9
 def convolve(
-    x: torch.Tensor,  # [..., B, H]
-    kernel: torch.Tensor,  # [..., B, taps, H] of each output slot
-) -> torch.Tensor:  # [..., B, H]
+    x: Tensor,  # [..., B, H]
+    kernel: Tensor,  # [..., B, taps, H] of each output slot
+) -> Tensor:  # [..., B, H]
     "Each slot: a weighted sum of itself and the slots in front of it in its block."
     slots = x.shape[-2]
     out = kernel[..., 0, :] * x
@@ -127,8 +126,8 @@ class SlotConvolution(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,  # [..., B, H] what the sublayer reads, normed
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # in front, behind: [..., B, taps, H]
+        x: Tensor,  # [..., B, H] what the sublayer reads, normed
+    ) -> tuple[Tensor, Tensor]:  # in front, behind: [..., B, taps, H]
         delta = self.kernel_projection(x).unflatten(-1, self.by_group)
         base = self.base_kernel.to(x.dtype).view(*self.by_group[:-1], -1)
         front, behind = (base + delta).flatten(-2).unbind(-3)
@@ -151,9 +150,9 @@ class ConvolvedLayer(DecoderLayer):
 
     def forward(
         self,
-        hidden: torch.Tensor,  # [..., B, H]
-        attend: Callable[[Attention, torch.Tensor], torch.Tensor],  # (self_attn, x) -> heads
-    ) -> torch.Tensor:  # [..., B, H]
+        hidden: Tensor,  # [..., B, H]
+        attend: Callable[[Attention, Tensor], Tensor],  # (self_attn, x) -> heads
+    ) -> Tensor:  # [..., B, H]
         "The layer; `attend` as in `DecoderLayer`."
         x = self.input_layernorm(hidden)
         front, behind = self.attention_conv(x)
@@ -183,18 +182,18 @@ class CandidateSelector(nn.Module):
 
     def forward(
         self,
-        hidden: torch.Tensor,  # [..., H]
-        previous: torch.Tensor,  # [...] ids of the tokens in front
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # P of the token in front, code; [..., r] each
+        hidden: Tensor,  # [..., H]
+        previous: Tensor,  # [...] ids of the tokens in front
+    ) -> tuple[Tensor, Tensor]:  # P of the token in front, code; [..., r] each
         embeds = self.predecessor_codebook[previous]
         return embeds, embeds * self.hidden_projection(hidden)
 
     def scores(
         self,
-        unary: torch.Tensor,  # [..., C] logits of the candidates
-        codes: torch.Tensor,  # [..., r]
-        candidates: torch.Tensor,  # [..., C] ids
-    ) -> torch.Tensor:  # [..., C]
+        unary: Tensor,  # [..., C] logits of the candidates
+        codes: Tensor,  # [..., r]
+        candidates: Tensor,  # [..., C] ids
+    ) -> Tensor:  # [..., C]
         "Unary logits, corrected."
         successors = self.successor_codebook[candidates]
         return unary + (codes[..., None, :] * successors).sum(-1).to(unary.dtype)
@@ -202,10 +201,10 @@ class CandidateSelector(nn.Module):
 # %% ../../nbs/models/12_dflash2.ipynb #1d1095ea
 def candidate_metrics(
     candidates: Candidates,  # of the N slots with loss
-    scores: torch.Tensor,  # [N, C]
+    scores: Tensor,  # [N, C]
     blocks: Blocks,
     first_slot: int,  # the first that predicts
-) -> dict[str, torch.Tensor]:  # sums and totals
+) -> dict[str, Tensor]:  # sums and totals
     "Recall and mass of the candidates, and how often the selector is right."
     top_k, supervised = candidates.ids.shape[1], blocks.supervised
     found = candidates.found
@@ -226,12 +225,7 @@ def candidate_metrics(
 class DFlash2Drafter(BlockReader, PathDrafter):
     "One forward pass for the candidates of all slots, then token by token, or level by level."
 
-    def head(
-        self,
-        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
-        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        k: int,  # tokens wanted in a row
-    ) -> PathHead:
+    def head(self, tokens: Tensor, features: Tensor, k: int) -> PathHead:
         "The selector behind one block: scores of candidates, -inf for all other tokens."
         selector, top_k = self.model.candidate_selector, self.model.config.selector_top_k
         hidden = self.read_block(tokens, features, k)[-k:]
@@ -247,9 +241,7 @@ class DFlash2Drafter(BlockReader, PathDrafter):
         return PathHead(step, (), k)
 
 # %% ../../nbs/models/12_dflash2.ipynb #4a3f509a
-def drafts_all_slots(
-    raw: dict[str, Any], verifier: PretrainedConfig | None = None
-) -> list[str]:
+def drafts_all_slots(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     "A block that is bidirectional was trained with all its masks."
     raw = {"sliding_window_non_causal": True} | raw  # the default, vLLM's too
     trained = raw.get("block_size", 8) - 1
@@ -310,17 +302,13 @@ class DFlash2DraftModel(DFlashDraftModel):
         config: Any = self.config
         return ConvolvedLayer(config, index)
 
-    def slot_bias(
-        self,
-        states: BlockStates,  # without a bias
-        lean: bool,  # the same either way
-    ) -> SlotBias:
+    def slot_bias(self, states: BlockStates, lean: bool) -> SlotBias:
         "What the selector adds, for candidates alone."
         in_front = states.input_ids[states.blocks.targets]
         embeds, codes = self.candidate_selector(states.hidden, in_front)
         return SlotBias(embeds, codes, self.candidate_selector.successor_codebook, None)
 
-    def draft_tokens(self, states: BlockStates) -> torch.Tensor:  # [1, A·B] int64
+    def draft_tokens(self, states: BlockStates) -> Tensor:  # [1, A·B] int64
         "The selected token of every slot, behind the text's own tokens."
         unary, candidates = self.lm_head(states.hidden).topk(self.config.selector_top_k, -1)
         bias: Any = states.bias  # of `slot_bias`
@@ -331,8 +319,8 @@ class DFlash2DraftModel(DFlashDraftModel):
     def selector_rows(
         self,
         states: BlockStates,
-        target_hidden: torch.Tensor,  # [L, H] the verifier's states before its final norm
-    ) -> tuple[Candidates, torch.Tensor]:  # candidates of N slots with loss; scores [N, C]
+        target_hidden: Tensor,  # [L, H] the verifier's states before its final norm
+    ) -> tuple[Candidates, Tensor]:  # candidates of N slots with loss; scores [N, C]
         "Which tokens the selector chooses from, and their scores."
         blocks = states.blocks
         bias: Any = states.bias  # of `slot_bias`
@@ -351,7 +339,7 @@ class DFlash2DraftModel(DFlashDraftModel):
         step_weights: StepWeights,  # likewise
         upstream: bool,  # metrics as upstream reports them
         selector_loss_alpha: float = 1.0,  # weight of the selector's loss
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # loss, metrics
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # loss, metrics
         "The loss of the unary logits, and the selector's."
         out, metrics = score(states._replace(bias=None))
         bound: Any = score  # a functools.partial
@@ -359,7 +347,7 @@ class DFlash2DraftModel(DFlashDraftModel):
         first = self.config.first_slot
         candidates, scores = self.selector_rows(states, bound.keywords["target_hidden"])
         errors = F.cross_entropy(scores, candidates.place, reduction="none")
-        if not isinstance(weight, torch.Tensor):
+        if not isinstance(weight, Tensor):
             chosen = scores.argmax(-1) == candidates.place
             weight = weight(ScoredRows({"ce": errors.detach()}, chosen, out.accept))
         count = states.blocks.supervised.sum().float()
@@ -373,15 +361,8 @@ class DFlash2DraftModel(DFlashDraftModel):
             metrics |= sum_and_total(name, value.detach() * total, total)
         return loss, metrics
 
-    @classmethod
-    def forward_arguments(cls) -> dict[str, Any]:  # argument -> default
-        "DFlash's, and the weight of the selector's loss (see `step_loss`)."
-        return super().forward_arguments() | {"selector_loss_alpha": 1.0}
-
     @staticmethod
-    def serving_warnings(
-        raw: dict[str, Any],  # config.json as it is stored
-    ) -> list[str]:  # sentences with the remedy
+    def serving_warnings(raw: dict[str, Any]) -> list[str]:  # sentences with the remedy
         "Where vLLM does not serve it, and what it does differently for some requests."
         runner = (
             "speculators_model_type is dflash2: vLLM 0.32 serves it with its V2 model runner "

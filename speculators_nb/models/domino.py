@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.config import SpeculatorModelConfig
@@ -79,12 +79,7 @@ class DominoDrafter(BlockReader, PathDrafter):
 
     trained_tokens: int
 
-    def head(
-        self,
-        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
-        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        k: int,  # tokens wanted in a row; all slots are run anyway
-    ) -> PathHead:
+    def head(self, tokens: Tensor, features: Tensor, k: int) -> PathHead:
         "The GRU behind one block."
         model, config = self.model, self.model.config
         hidden = self.read_block(tokens, features, self.trained_tokens)[config.first_slot :]
@@ -135,40 +130,26 @@ class DominoDraftModel(DFlashDraftModel):
 
     def read_prefix(
         self,
-        tokens: torch.Tensor,  # [A, T], or [T] of one block
-        state: torch.Tensor
-        | None = None,  # behind the tokens read before; None: there are none
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # GRU states [A, T, G] or [T, G]; the last one
+        tokens: Tensor,  # [A, T], or [T] of one block
+        state: Tensor | None = None,  # behind the tokens read before; None: there are none
+    ) -> tuple[Tensor, Tensor]:  # GRU states [A, T, G] or [T, G]; the last one
         "Read the tokens of a block."
         embeds = self.embed_tokens(tokens).to(self.prefix_gru.weight_ih_l0.dtype)
         return self.prefix_gru(embeds, state)
 
     def correction_code(
         self,
-        hidden: torch.Tensor,  # [..., H] of slots
-        prefix: torch.Tensor,  # [..., G] GRU states of the tokens in front of them
-    ) -> torch.Tensor:  # [..., E]
+        hidden: Tensor,  # [..., H] of slots
+        prefix: Tensor,  # [..., G] GRU states of the tokens in front of them
+    ) -> Tensor:  # [..., E]
         "What `embed_proj.2` makes a correction of the logits of."
         return self.embed_proj[1](self.embed_proj[0](torch.cat([hidden, prefix], -1)))
 
-    def in_front(
-        self,
-        input_ids: torch.Tensor,  # [L]
-        anchors: torch.Tensor,  # [A]
-    ) -> torch.Tensor:  # [A, B or B-1]
-        "The text's tokens in front of those that the slots predict, from the anchor on."
-        offset = torch.arange(self.config.speculative_tokens, device=anchors.device)
-        return input_ids[(anchors[:, None] + offset).clamp_max(len(input_ids) - 1)]
-
-    def slot_bias(
-        self,
-        states: BlockStates,  # without a bias
-        lean: bool,  # False: for the dense definition
-    ) -> SlotBias:
+    def slot_bias(self, states: BlockStates, lean: bool) -> SlotBias:
         "The correction; that of the first slots is 0."
         start, pure = self.config.suffix_start, self.config.pure_draft_prefix_len
-        in_front = self.in_front(states.input_ids, states.blocks.anchors)
-        prefix, _ = self.read_prefix(in_front)
+        in_front = self.tokens_in_front(states.input_ids, states.blocks.anchors)
+        prefix, _ = self.read_prefix(in_front[:, self.config.first_slot :])
         codes = self.correction_code(states.hidden[:, start:], prefix[:, pure:])
         codes = F.pad(codes, (0, 0, start, 0))
         return SlotBias(prefix, codes, self.embed_proj[2].get_parameter("weight"), None)
@@ -184,7 +165,7 @@ class DominoDraftModel(DFlashDraftModel):
         lambda_base_start: float = 1.0,  # these two as in `base_weight`
         lambda_base_decay_ratio: float = 0.5,
         ce_from_data: bool = False,  # True: `ce` counts the text's token as right
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # loss, metrics
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # loss, metrics
         """The loss of a step. Errors: ValueError for `ce_from_data` and a reduced draft
         vocabulary."""
         if ce_from_data:
@@ -207,12 +188,6 @@ class DominoDraftModel(DFlashDraftModel):
         for name, one in (losses | {"loss": loss}).items():
             metrics |= sum_and_total(name, one.detach() * total, total)
         return loss, metrics
-
-    @classmethod
-    def forward_arguments(cls) -> dict[str, Any]:  # argument -> default
-        "DFlash's, the curriculum's, and whether the text's tokens are right (see `step_loss`)."
-        curriculum = {"lambda_base_start": 1.0, "lambda_base_decay_ratio": 0.5}
-        return super().forward_arguments() | curriculum | {"ce_from_data": False}
 
     def drafter(self) -> DominoDrafter:
         "This model as a `tree.Drafter`."

@@ -5,7 +5,7 @@ The verifier gives the first three, and checkpoints keep them."""
 
 # %% auto #0
 __all__ = ['ROW_TENSORS', 'unset', 'WrongKind', 'check_kind', 'check_batch', 'adopt_upstream_names', 'check_shape', 'check_parts',
-           'check_names_and_shapes', 'check_values']
+           'misfits', 'check_names_and_shapes', 'check_values']
 
 # %% ../../nbs/models/01_draft_network.ipynb #a4873c50
 import inspect
@@ -13,7 +13,7 @@ import os
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..core.checkpoints import tensor_problem
 from ..core.config import SpeculatorModelConfig
@@ -148,13 +148,12 @@ def check_parts(
         )
 
 # %% ../../nbs/models/01_draft_network.ipynb #8e4b6abd
-def check_names_and_shapes(
-    mine: dict[str, torch.Tensor],  # what the model needs
-    state: dict[str, torch.Tensor],  # what a checkpoint holds
-    optional: tuple[str, ...],  # names that may be missing
-    path: str | os.PathLike | None,  # of the checkpoint, for messages
-) -> None:
-    "Raise ValueError for tensors that are missing, unknown, or of another shape."
+def misfits(
+    mine: dict[str, Tensor],  # what is needed
+    state: dict[str, Tensor],  # what is there
+    optional: tuple[str, ...] = (),  # names that may be missing
+) -> dict[str, list[str]]:  # kind of fault -> tensors
+    "Tensors that are missing, unknown, or of another shape."
     misshapen = [n for n in sorted(mine) if n in state and state[n].shape != mine[n].shape]
     faults = {
         "misses": sorted(set(mine) - set(state) - set(optional)),
@@ -163,17 +162,26 @@ def check_names_and_shapes(
             f"{n} {tuple(state[n].shape)} instead of {tuple(mine[n].shape)}" for n in misshapen
         ],
     }
-    for what, names in faults.items():
-        if names:
-            raise ValueError(
-                f"checkpoint {str(path)!r} {what} tensors: {', '.join(names)}; its "
-                "config.json describes another model"
-            )
+    return {fault: names for fault, names in faults.items() if names}
+
+
+def check_names_and_shapes(
+    mine: dict[str, Tensor],  # what the model needs
+    state: dict[str, Tensor],  # what a checkpoint holds
+    optional: tuple[str, ...],  # names that may be missing
+    path: str | os.PathLike | None,  # of the checkpoint, for messages
+) -> None:
+    "Raise ValueError for tensors that are missing, unknown, or of another shape."
+    for what, names in misfits(mine, state, optional).items():
+        raise ValueError(
+            f"checkpoint {str(path)!r} {what} tensors: {', '.join(names)}; its "
+            "config.json describes another model"
+        )
 
 
 def check_values(
-    mine: dict[str, torch.Tensor],  # what the model needs
-    state: dict[str, torch.Tensor],  # what a checkpoint holds, of these names and shapes
+    mine: dict[str, Tensor],  # what the model needs
+    state: dict[str, Tensor],  # what a checkpoint holds, of these names and shapes
     path: str | os.PathLike | None,  # of the checkpoint, for messages
 ) -> None:
     "Raise ValueError for tensors of another kind of number, or with NaN or infinity."

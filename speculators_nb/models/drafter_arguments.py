@@ -28,20 +28,14 @@ def check_whole_vocabulary(
     raise NotSupported(f"draft_vocab_size={size} of {layer.vocab_size}: {why}")
 
 
-def layers_to_read(
-    verifier: str,  # folder or hub id
-    target_layer_ids: list[int] | None = None,  # None: a low, a middle and a high one, as vLLM
-) -> list[int]:  # ascending
-    "The verifier's layers whose hidden states a drafter reads."
+def layers_to_read(verifier: str, target_layer_ids: list[int] | None = None) -> list[int]:  # None: as vLLM
+    "The verifier's layers whose hidden states a drafter reads; by default a low, a middle and a high one."
     layers = text_config(verifier_config(verifier)).num_hidden_layers
     return list(target_layer_ids or default_aux_layer_ids(layers))
 
 
-def check_layer_ids(
-    field: str,  # of the config
-    ids: list[int] | None,  # its value
-) -> list[int] | None:  # ascending, as features are stored, whatever the order given (as vLLM)
-    "Raise ValueError unless the layers are distinct and not negative."
+def check_layer_ids(field: str, ids: list[int] | None) -> list[int] | None:  # ascending
+    "In ascending order, as features are stored (and vLLM). Errors: ValueError for repeated or negative ones."
     if ids is None:
         return None
     if not ids or len(set(ids)) < len(ids) or min(ids) < 0:
@@ -49,9 +43,7 @@ def check_layer_ids(
     return sorted(ids)
 
 
-def check_draft_vocab_size(
-    config: SpeculatorModelConfig,  # with a draft_vocab_size
-) -> None:
+def check_draft_vocab_size(config: SpeculatorModelConfig) -> None:  # with a draft_vocab_size
     "Raise ValueError for a draft vocabulary larger than the verifier's."
     if config.draft_vocab_size > config.target_vocab_size:
         raise ValueError(
@@ -60,9 +52,7 @@ def check_draft_vocab_size(
         )
 
 
-def check_mask_token(
-    config: SpeculatorModelConfig,  # with a mask_token_id
-) -> None:
+def check_mask_token(config: SpeculatorModelConfig) -> None:  # with a mask_token_id
     "Raise ValueError for a mask token outside the verifier's vocabulary."
     token, size = config.mask_token_id, config.target_vocab_size
     if token is not None and not 0 <= token < size:

@@ -13,11 +13,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import Cache, DynamicCache
 
 from ..core.config import SpeculatorsConfig
-from ..decode.tree import Sampling, TokenTree, likeliest
+from ..decode.tree import Sampling, TokenTree
 from speculators_nb.decode.tree_growth import (
     PathStep,
     States,
@@ -35,9 +36,9 @@ def cache_mask(
     queries: int,  # n: they are the last n keys
     keys: int,  # decided ones and the queries' own
     window: int | None = None,  # of a sliding layer: keys attended to, the query's own included
-    ancestors: torch.Tensor | None = None,  # [n, keys] bool, for the nodes of a tree
+    ancestors: Tensor | None = None,  # [n, keys] bool, for the nodes of a tree
     device: torch.device | None = None,
-) -> torch.Tensor | None:  # [n, keys] bool, True: attends; None: to all
+) -> Tensor | None:  # [n, keys] bool, True: attends; None: to all
     "Which keys the queries of a draft attend to."
     if ancestors is not None:
         if window is None:
@@ -53,11 +54,11 @@ def cache_mask(
 
 
 def step_mask(
-    attention_mask: torch.Tensor | None,  # [B, past + N], 1: real; or 4-D; None: all are real
+    attention_mask: Tensor | None,  # [B, past + N], 1: real; or 4-D; None: all are real
     past: int,  # cached positions
     queries: int,  # N new ones
     window: int | None = None,  # of a sliding layer
-) -> torch.Tensor | None:  # bool or additive, [B, 1, N, past + N]; None: causal
+) -> Tensor | None:  # bool or additive, [B, 1, N, past + N]; None: causal
     "The mask of one forward pass with a cache. Errors: ValueError for one of another length."
     if attention_mask is None or attention_mask.ndim != 2:
         return attention_mask
@@ -70,10 +71,10 @@ def step_mask(
 
 
 def padded_mask(
-    attention_mask: torch.Tensor,  # [B, past + N], 1: real
+    attention_mask: Tensor,  # [B, past + N], 1: real
     queries: int,  # N
     window: int | None = None,  # of a sliding layer
-) -> torch.Tensor:  # [B, 1, N, past + N] bool
+) -> Tensor:  # [B, 1, N, past + N] bool
     "A causal mask without the padding keys. A padding query attends to itself, not to nothing."
     keys = attention_mask.shape[1]
     device = attention_mask.device
@@ -104,10 +105,10 @@ def as_cache(
 
 
 def attention_weights(
-    queries: torch.Tensor,  # [..., Hq, N, D]
-    keys: torch.Tensor,  # [..., Hkv, K, D]
-    mask: torch.Tensor | None,  # bool or additive, [..., N, K]; None: all
-) -> torch.Tensor:  # [..., Hq, N, K] float32, each row sums to 1
+    queries: Tensor,  # [..., Hq, N, D]
+    keys: Tensor,  # [..., Hkv, K, D]
+    mask: Tensor | None,  # bool or additive, [..., N, K]; None: all
+) -> Tensor:  # [..., Hq, N, K] float32, each row sums to 1
     "How much each query attends to each key."
     keys = keys.repeat_interleave(queries.shape[-3] // keys.shape[-3], -3)
     scores = queries.float() @ keys.float().transpose(-1, -2) * queries.shape[-1] ** -0.5
@@ -120,11 +121,11 @@ def attention_weights(
 
 def padded_attention(
     cache: DynamicCache,  # extended in place
-    rope: tuple[torch.Tensor, torch.Tensor],  # cos, sin [B, N, R] of the new tokens
+    rope: tuple[Tensor, Tensor],  # cos, sin [B, N, R] of the new tokens
     window: int | None = None,  # of a sliding layer
-    mask: torch.Tensor | None = None,  # bool or additive, [B, 1, N, past + N]; None: causal
-    weights: list[torch.Tensor] | None = None,  # gets the weights, [B, Hq, N, past + N]
-) -> Callable[[Attention, torch.Tensor], torch.Tensor]:  # for `DecoderLayer.forward`
+    mask: Tensor | None = None,  # bool or additive, [B, 1, N, past + N]; None: causal
+    weights: list[Tensor] | None = None,  # gets the weights, [B, Hq, N, past + N]
+) -> Callable[[Attention, Tensor], Tensor]:  # for `DecoderLayer.forward`
     "Attention of the new tokens of a batch to its cache, for a drafter of one layer."
 
     def attend(attention, x):  # [B, N, size] -> [B, Hq, N, D]
@@ -146,10 +147,10 @@ def padded_attention(
 def cached_attention(
     cache: DynamicCache,  # extended in place
     layer: int,  # index of the layer in the cache
-    rope: tuple[torch.Tensor, torch.Tensor],  # cos, sin [n, R] of the new tokens
+    rope: tuple[Tensor, Tensor],  # cos, sin [n, R] of the new tokens
     window: int | None = None,  # of a sliding layer
-    ancestors: torch.Tensor | None = None,  # [n, keys] bool, for the nodes of a tree
-) -> Callable[[Attention, torch.Tensor], torch.Tensor]:  # for `DecoderLayer.forward`
+    ancestors: Tensor | None = None,  # [n, keys] bool, for the nodes of a tree
+) -> Callable[[Attention, Tensor], Tensor]:  # for `DecoderLayer.forward`
     "Attention of n new tokens to everything in the cache and to each other."
 
     def attend(attention, x):  # [n, size] -> [Hq, n, D]
@@ -178,10 +179,10 @@ class ToRead:
 
     def __call__(
         self,
-        features: torch.Tensor,  # [m, F] the new ones
+        features: Tensor,  # [m, F] the new ones
         before: int,  # positions before them
         length: int,  # of the text now, as in `Rotary.forward`
-    ) -> tuple[torch.Tensor, bool]:  # features to read, whether into an empty cache
+    ) -> tuple[Tensor, bool]:  # features to read, whether into an empty cache
         "Called once a step."
         if not self.rotary.by_length:
             return features, False
@@ -226,10 +227,10 @@ class CachedDrafter:
 
     def unread(
         self,
-        tokens: torch.Tensor,  # [n] decided
-        features: torch.Tensor,  # [m, A·H] the new ones
+        tokens: Tensor,  # [n] decided
+        features: Tensor,  # [m, A·H] the new ones
         length: int,  # of the text that will be read, as in `Rotary.forward`
-    ) -> torch.Tensor:  # [m or more, A·H]
+    ) -> Tensor:  # [m or more, A·H]
         "The features to read; the cache is emptied where these are all of them."
         features, from_the_start = self.to_read(
             features, len(tokens) - 1 - len(features), length
@@ -238,17 +239,18 @@ class CachedDrafter:
             self.cache = DynamicCache()
         return features
 
-    def over_verifier_vocabulary(
-        self,
-        probs: torch.Tensor,  # [..., Vd]
-    ) -> torch.Tensor:  # [..., V]
+    def over_verifier_vocabulary(self, probs: Tensor) -> Tensor:  # [..., Vd] -> [..., V]
         "Probabilities over the verifier's vocabulary; tokens that the drafter lacks get 0."
         return scatter_probs(probs, self.model.d2t, self.model.target_vocab_size)
 
-    def log_probs(
-        self,
-        logits: torch.Tensor,  # [..., Vd]
-    ) -> torch.Tensor:  # [..., V] float32
+    def chain(self, drafted: list[Tensor], draft_probs: list[Tensor]) -> TokenTree:
+        "Verifier ids in a row, and the distributions [n, Vd] they were drawn from, if any."
+        if not draft_probs:
+            return TokenTree.chain(torch.cat(drafted))
+        probs = self.over_verifier_vocabulary(torch.cat(draft_probs))
+        return TokenTree.chain(torch.cat(drafted), probs)
+
+    def log_probs(self, logits: Tensor) -> Tensor:  # [..., Vd] -> [..., V] float32
         "Log-probabilities over the verifier's vocabulary; of tokens that are missing, -inf."
         if self.model.d2t is None:
             return logits.float().log_softmax(-1)
@@ -260,36 +262,34 @@ class ChainDrafter(CachedDrafter):
     `first_states`, `step` and `logits`; `first_position` is the position of the first key."""
 
     first_position = 1  # a drafter of shifted rows reads (x_1, g_0) first
-    goes_on: Callable[[torch.Tensor], bool] | None = None  # of a token's logits [1, Vd]
+    goes_on: Callable[[Tensor], bool] | None = None  # of a token's logits [1, Vd]
 
-    def first_states(
-        self, features: torch.Tensor
-    ) -> torch.Tensor:  # [m, A·H] of the verifier -> [m, H] what the layers read
+    def first_states(self, features: Tensor) -> Tensor:  # [m, A·H] -> [m, H]
         "What the first step reads."
         raise NotImplementedError
 
     def step(
         self,
-        states: torch.Tensor,  # [n, H]
-        ids: torch.Tensor,  # [n] the tokens that follow them
-        ancestors: torch.Tensor | None = None,  # [n, keys] bool, for the nodes of a tree
-    ) -> torch.Tensor:  # [n, H]
+        states: Tensor,  # [n, H]
+        ids: Tensor,  # [n] the tokens that follow them
+        ancestors: Tensor | None = None,  # [n, keys] bool, for the nodes of a tree
+    ) -> Tensor:  # [n, H]
         "Some more tokens through the layers; their keys and values enter the cache."
         raise NotImplementedError
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:  # [n, H] -> [n, Vd]
+    def logits(self, states: Tensor) -> Tensor:  # [n, H] -> [n, Vd]
         "The next token's logits."
         raise NotImplementedError
 
-    def next_input(self, states: torch.Tensor) -> torch.Tensor:  # [n, H] -> [n, H]
+    def next_input(self, states: Tensor) -> Tensor:  # [n, H] -> [n, H]
         "What the next step reads of this step's output."
         return states
 
     def positions(
         self,
         n: int,  # new tokens
-        ancestors: torch.Tensor | None = None,  # [n, keys] bool, for the nodes of a tree
-    ) -> torch.Tensor:  # [n] int64
+        ancestors: Tensor | None = None,  # [n, keys] bool, for the nodes of a tree
+    ) -> Tensor:  # [n] int64
         "Where new tokens are: behind the cache, or behind their own ancestors."
         if ancestors is not None:
             return self.first_position + ancestors.sum(-1) - 1
@@ -298,9 +298,9 @@ class ChainDrafter(CachedDrafter):
 
     def read(
         self,
-        tokens: torch.Tensor,  # [n] decided
-        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-    ) -> torch.Tensor:  # [1, H] the state after the last token
+        tokens: Tensor,  # [n] decided
+        features: Tensor,  # [m, A·H] of positions n-1-m .. n-2
+    ) -> Tensor:  # [1, H] the state after the last token
         "Read the verifier's new features, each beside the token that followed it."
         features = self.unread(tokens, features, len(tokens) - 1 + self.first_position)
         following = tokens[len(tokens) - len(features) :]
@@ -308,42 +308,26 @@ class ChainDrafter(CachedDrafter):
 
     @torch.inference_mode()
     def propose(
-        self,
-        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
-        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        k: int,  # tokens wanted
-        sampling: Sampling,  # temperature and generator
-    ) -> TokenTree:  # a chain of k, or of fewer where `goes_on` says so
+        self, tokens: Tensor, features: Tensor, k: int, sampling: Sampling
+    ) -> TokenTree:
         "Draft k tokens, one after the other."
         states = self.read(tokens, features)
         decided = self.cache.get_seq_length()
         drafted, draft_probs = [], []
         for j in range(k):
             logits = self.logits(states)
-            if sampling.temperature:
-                probs = sampling.probabilities(logits)
-                draft_probs.append(probs)
-                token = sampling.draw(probs)
-            else:
-                token = likeliest(logits)
+            token, probs = sampling.next_tokens(logits)
+            draft_probs += probs
             drafted.append(self.model.to_verifier(token))
             if self.goes_on is not None and not self.goes_on(logits):
                 break
             if j + 1 < k:
                 states = self.step(self.next_input(states), drafted[-1])
         crop_cache(self.cache, decided)
-        if not draft_probs:
-            return TokenTree.chain(torch.cat(drafted))
-        probs = self.over_verifier_vocabulary(torch.cat(draft_probs))
-        return TokenTree.chain(torch.cat(drafted), probs)
+        return self.chain(drafted, draft_probs)
 
     @contextmanager
-    def grow(
-        self,
-        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
-        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        depth: int,  # of the deepest node; not needed here
-    ) -> Iterator[Callable]:  # nodes -> log-probabilities, see `tree_growth`
+    def grow(self, tokens: Tensor, features: Tensor, depth: int) -> Iterator[Callable]:
         """Next-token log-probabilities for the nodes of a tree, a level in one forward pass. A
         node reads its parent's state and attends to the decided tokens and its own ancestors.
         Afterwards the cache is as it was."""
@@ -367,36 +351,23 @@ class SlotDrafter(CachedDrafter):
 
     def slots(
         self,
-        tokens: torch.Tensor,  # [n] decided tokens
-        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
+        tokens: Tensor,  # [n] decided tokens
+        features: Tensor,  # [m, A·H] of positions n-1-m .. n-2
         k: int,  # tokens wanted
-    ) -> torch.Tensor:  # [k, Vd]
+    ) -> Tensor:  # [k, Vd]
         "Logits of the next k tokens, none of which depends on the others."
         raise NotImplementedError
 
     @torch.inference_mode()
     def propose(
-        self,
-        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
-        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        k: int,  # tokens wanted
-        sampling: Sampling,  # temperature and generator
-    ) -> TokenTree:  # a chain of k
+        self, tokens: Tensor, features: Tensor, k: int, sampling: Sampling
+    ) -> TokenTree:
         "Draft k tokens at once, each from its own slot's distribution."
-        logits = self.slots(tokens, features, k)
-        if not sampling.temperature:
-            return TokenTree.chain(self.model.to_verifier(likeliest(logits)))
-        probs = sampling.probabilities(logits)
-        drafted = self.model.to_verifier(sampling.draw(probs))
-        return TokenTree.chain(drafted, self.over_verifier_vocabulary(probs))
+        drafted, draft_probs = sampling.next_tokens(self.slots(tokens, features, k))
+        return self.chain([self.model.to_verifier(drafted)], draft_probs)
 
     @contextmanager
-    def grow(
-        self,
-        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
-        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        depth: int,  # of the deepest node
-    ) -> Iterator[Callable]:  # nodes -> log-probabilities, see `tree_growth`
+    def grow(self, tokens: Tensor, features: Tensor, depth: int) -> Iterator[Callable]:
         "Next-token log-probabilities for the nodes of a tree: one distribution a depth."
         yield independent_log_probs(self.log_probs(self.slots(tokens, features, depth)))
 
@@ -414,8 +385,8 @@ class PathDrafter(CachedDrafter):
 
     def head(
         self,
-        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
-        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
+        tokens: Tensor,  # [n] decided tokens; the verifier has not read the last one
+        features: Tensor,  # [m, A·H] of positions n-1-m .. n-2
         k: int,  # tokens wanted in a row
     ) -> PathHead:
         "Read what is new."
@@ -423,37 +394,22 @@ class PathDrafter(CachedDrafter):
 
     @torch.inference_mode()
     def propose(
-        self,
-        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
-        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        k: int,  # tokens wanted
-        sampling: Sampling,  # temperature and generator
-    ) -> TokenTree:  # a chain of k, or of as many as the head can read
+        self, tokens: Tensor, features: Tensor, k: int, sampling: Sampling
+    ) -> TokenTree:
         "Draft k tokens, one after the other."
         head = self.head(tokens, features, k)
         last, states = tokens[-1:], head.states
         drafted, draft_probs = [tokens[:0]], []
         for depth in range(min(k, head.depth)):
             logits, states = head.step(depth, last, states)
-            if sampling.temperature:
-                draft_probs.append(sampling.probabilities(logits))
-                token = sampling.draw(draft_probs[-1])
-            else:
-                token = likeliest(logits)
+            token, probs = sampling.next_tokens(logits)
+            draft_probs += probs
             last = self.model.to_verifier(token)
             drafted.append(last)
-        chain = torch.cat(drafted)
-        if not draft_probs:
-            return TokenTree.chain(chain)
-        return TokenTree.chain(chain, self.over_verifier_vocabulary(torch.cat(draft_probs)))
+        return self.chain(drafted, draft_probs)
 
     @contextmanager
-    def grow(
-        self,
-        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
-        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        depth: int,  # of the deepest node
-    ) -> Iterator[Callable]:  # nodes -> log-probabilities, see `tree_growth`
+    def grow(self, tokens: Tensor, features: Tensor, depth: int) -> Iterator[Callable]:
         "Next-token log-probabilities for the nodes of a tree, each for its own path."
         head = self.head(tokens, features, depth)
 

@@ -14,9 +14,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PretrainedConfig
 
 from ..core.config import SpeculatorModelConfig
 from ..decode.tree import Sampling, TokenTree
@@ -98,10 +97,10 @@ class MarkovHead(nn.Module):
 
     def step(
         self,
-        embeds: torch.Tensor,  # [..., r], W1 of the token in front
-        hidden: torch.Tensor,  # [..., H], the slot's hidden state
-        state: torch.Tensor,  # [..., r], of the slot before; 0 in front of slot 0
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # code, state, each [..., r]
+        embeds: Tensor,  # [..., r], W1 of the token in front
+        hidden: Tensor,  # [..., H], the slot's hidden state
+        state: Tensor,  # [..., r], of the slot before; 0 in front of slot 0
+    ) -> tuple[Tensor, Tensor]:  # code, state, each [..., r]
         "The code of one slot. Only that of an rnn depends on the state."
         if self.kind == "vanilla":
             return embeds, state
@@ -114,9 +113,9 @@ class MarkovHead(nn.Module):
 
     def forward(
         self,
-        embeds: torch.Tensor,  # [..., B, r], W1 of the tokens in front of the slots
-        hidden: torch.Tensor,  # [..., B, H]
-    ) -> torch.Tensor:  # [..., B, r]
+        embeds: Tensor,  # [..., B, r], W1 of the tokens in front of the slots
+        hidden: Tensor,  # [..., B, H]
+    ) -> Tensor:  # [..., B, r]
         "The codes of blocks whose tokens are known."
         if self.kind != "rnn":
             return self.step(embeds, hidden, embeds)[0]
@@ -138,27 +137,27 @@ class ConfidenceHead(nn.Module):
 
     def forward(
         self,
-        hidden: torch.Tensor,  # [..., H]
-        embeds: torch.Tensor | None,  # [..., r], W1 of the token in front; None if not read
-    ) -> torch.Tensor:  # [...]
+        hidden: Tensor,  # [..., H]
+        embeds: Tensor | None,  # [..., r], W1 of the token in front; None if not read
+    ) -> Tensor:  # [...]
         return self.proj(hidden if embeds is None else torch.cat([hidden, embeds], -1))[..., 0]
 
 # %% ../../nbs/models/11_dspark.ipynb #blkB0006
 def survival(
     blocks: Blocks,
-    probability: torch.Tensor,  # [N] of the slots with loss
+    probability: Tensor,  # [N] of the slots with loss
     first_slot: int,  # the first that predicts
-) -> torch.Tensor:  # [A, B or B-1] float32
+) -> Tensor:  # [A, B or B-1] float32
     "The probability that a slot and all before it in the block are accepted."
     return blocks.to_slots(probability.float())[:, first_slot:].cumprod(-1)
 
 
 def acceptance_metrics(
-    accept: torch.Tensor,  # [N] acceptance probability of the slots with loss
+    accept: Tensor,  # [N] acceptance probability of the slots with loss
     blocks: Blocks,
     first_slot: int,  # the first that predicts
     upstream: bool,  # totals at least 1
-) -> dict[str, torch.Tensor]:  # sums and totals
+) -> dict[str, Tensor]:  # sums and totals
     "Mean acceptance probability, and expected acceptance length of a block."
     slots = blocks.supervised.sum().float()
     rows = blocks.supervised.any(-1).sum().float()
@@ -170,12 +169,12 @@ def acceptance_metrics(
 
 
 def confidence_metrics(
-    confidence: torch.Tensor,  # [N] of the slots with loss
-    accept: torch.Tensor,  # [N] acceptance probability
+    confidence: Tensor,  # [N] of the slots with loss
+    accept: Tensor,  # [N] acceptance probability
     blocks: Blocks,
     first_slot: int,  # the first that predicts
     upstream: bool,  # totals at least 1
-) -> dict[str, torch.Tensor]:  # sums and totals
+) -> dict[str, Tensor]:  # sums and totals
     "How far confidences are from acceptance probabilities, by slot and along the block."
     slots = blocks.supervised.sum().float()
     if upstream:
@@ -227,15 +226,10 @@ class DSparkDrafter(BlockReader, PathDrafter):
         # slots beyond the trained ones have the last one's
         self.confidence_temperatures = confidence_temperatures or [1.0]
         # [k] of the last chain, before temperatures
-        self.confidence_logits: torch.Tensor | None = None
+        self.confidence_logits: Tensor | None = None
         super().__init__(model)
 
-    def head(
-        self,
-        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
-        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        k: int,  # tokens wanted in a row
-    ) -> PathHead:
+    def head(self, tokens: Tensor, features: Tensor, k: int) -> PathHead:
         "The Markov head behind one block."
         model, markov = self.model, self.model.markov_head
         hidden = self.read_block(tokens, features, k)
@@ -260,12 +254,8 @@ class DSparkDrafter(BlockReader, PathDrafter):
 
     @torch.inference_mode()
     def propose(
-        self,
-        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
-        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        k: int,  # tokens wanted
-        sampling: Sampling,  # temperature and generator
-    ) -> TokenTree:  # a chain of at most k; empty if the first confidence is too low
+        self, tokens: Tensor, features: Tensor, k: int, sampling: Sampling
+    ) -> TokenTree:
         """Draft up to k tokens. Where to stop depends on the tokens in front alone, so the
         distribution of what is drafted stays exact."""
         model, tree = self.model, super().propose(tokens, features, k, sampling)
@@ -285,9 +275,7 @@ class DSparkDrafter(BlockReader, PathDrafter):
         return tree.settled() if tokens.device.type == "cpu" else tree
 
 # %% ../../nbs/models/11_dspark.ipynb #blkB0010
-def served_markov_head(
-    raw: dict[str, Any], verifier: PretrainedConfig | None = None
-) -> list[str]:
+def served_markov_head(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     "vLLM's DSpark has always a Markov head, of one kind."
     found = []
     if raw.get("markov_rank", 1) < 1:
@@ -301,9 +289,7 @@ def served_markov_head(
     return found
 
 
-def sliding_is_causal(
-    raw: dict[str, Any], verifier: PretrainedConfig | None = None
-) -> list[str]:
+def sliding_is_causal(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     "vLLM's sliding layers are causal in the block."
     by_kind = layer_of(raw).get("is_causal") is None  # that one comes first
     slides = by_kind and "sliding_attention" in layer_types_of(raw)
@@ -360,26 +346,12 @@ class DSparkDraftModel(DFlashDraftModel):
         read = H + r * config.confidence_head_with_markov
         self.confidence_head = ConfidenceHead(read) if config.enable_confidence_head else None
 
-    def previous(
-        self,
-        input_ids: torch.Tensor,  # [L]
-        anchors: torch.Tensor,  # [A]
-    ) -> torch.Tensor:  # [A, B]
-        "The tokens in front of the ones that the slots predict, from the text itself."
-        slot = torch.arange(self.config.block_size, device=anchors.device)
-        in_front = (slot - self.config.first_slot).clamp_min(0)
-        return input_ids[(anchors[:, None] + in_front).clamp_max(len(input_ids) - 1)]
-
-    def slot_bias(
-        self,
-        states: BlockStates,  # without a bias
-        lean: bool,  # False: for the dense definition
-    ) -> SlotBias | None:
+    def slot_bias(self, states: BlockStates, lean: bool) -> SlotBias | None:
         "The Markov head's bias."
         head = self.markov_head
         if head is None:
             return None
-        embeds = head.markov_w1(self.previous(states.input_ids, states.blocks.anchors))
+        embeds = head.markov_w1(self.tokens_in_front(states.input_ids, states.blocks.anchors))
         codes = head(embeds, states.hidden)
         # the token in front is that of the target's position: slots that share a target
         # share a vanilla bias
@@ -388,8 +360,8 @@ class DSparkDraftModel(DFlashDraftModel):
         return SlotBias(embeds, codes, head.markov_w2.weight, row_codes)
 
     def confidence(
-        self, hidden: torch.Tensor, embeds: torch.Tensor | None
-    ) -> torch.Tensor:  # [..., H], [..., r] -> [...]
+        self, hidden: Tensor, embeds: Tensor | None
+    ) -> Tensor:  # [..., H], [..., r] -> [...]
         "Logits of the confidence head."
         assert self.confidence_head is not None, "enable_confidence_head is False"
         reads_embeds = self.config.confidence_head_with_markov
@@ -403,7 +375,7 @@ class DSparkDraftModel(DFlashDraftModel):
         step_weights: StepWeights,  # instead: B weights, or a function of the slot
         upstream: bool,  # metrics as upstream reports them
         confidence_head_alpha: float = 1.0,  # weight of the confidence loss
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # loss, metrics
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # loss, metrics
         "The loss of the slots, and the confidence loss."
         out, metrics = score(states)
         _, _, blocks, hidden, bias = states
@@ -425,15 +397,8 @@ class DSparkDraftModel(DFlashDraftModel):
         confidence = logits.detach().sigmoid()
         return loss, metrics | confidence_metrics(confidence, accept, blocks, first, upstream)
 
-    @classmethod
-    def forward_arguments(cls) -> dict[str, Any]:  # argument -> default
-        "DFlash's, and the weight of the confidence loss (see `step_loss`)."
-        return super().forward_arguments() | {"confidence_head_alpha": 1.0}
-
     @staticmethod
-    def serving_warnings(
-        raw: dict[str, Any],  # config.json as it is stored
-    ) -> list[str]:  # sentences with the remedy
+    def serving_warnings(raw: dict[str, Any]) -> list[str]:  # sentences with the remedy
         "What vLLM does differently for some requests. Its build for processors has no DSpark."
         return served_rope(layer_of(raw))[1]
 

@@ -14,8 +14,8 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
-from transformers import PretrainedConfig, Qwen3Config
+from torch import Tensor, nn
+from transformers import Qwen3Config
 
 from ..core.config import Qwen3Layers, SpeculatorModelConfig
 from .base import ForwardOutput, SpeculatorModel
@@ -105,9 +105,7 @@ class Eagle3SpeculatorConfig(SpeculatorModelConfig):
         return 3 if ids is None else len(ids)
 
 # %% ../../nbs/models/06_eagle3.ipynb #eaeda589
-def counted_positions(
-    carries_loss: torch.Tensor,  # [K, L] bool
-) -> torch.Tensor:  # [K, L] bool
+def counted_positions(carries_loss: Tensor) -> Tensor:  # [K, L] bool -> [K, L] bool
     "The positions that carry loss, and those that upstream counts in its accuracies besides."
     steps, length = carries_loss.shape
     position = torch.arange(length, device=carries_loss.device)
@@ -129,22 +127,22 @@ class Eagle3Drafter(ChainDrafter):
             )
         super().__init__(model, tuple(layers), deepest_proposal(config.speculators_config))
 
-    def first_states(self, features: torch.Tensor) -> torch.Tensor:  # [m, A·H] -> [m, H]
+    def first_states(self, features: Tensor) -> Tensor:  # [m, A·H] -> [m, H]
         return self.model.fuse(features)
 
-    def next_input(self, states: torch.Tensor) -> torch.Tensor:  # [n, H] -> [n, H]
+    def next_input(self, states: Tensor) -> Tensor:  # [n, H] -> [n, H]
         return self.model.finish(states).hidden
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:  # [n, H] -> [n, Vd]
+    def logits(self, states: Tensor) -> Tensor:  # [n, H] -> [n, Vd]
         return self.model.lm_head(self.model.norm(states))
 
     def step(
         self,
-        states: torch.Tensor,  # [n, H]
-        ids: torch.Tensor,  # [n] the tokens that follow them
-        ancestors: torch.Tensor | None = None,  # [n, keys] bool, for the nodes of a tree
+        states: Tensor,  # [n, H]
+        ids: Tensor,  # [n] the tokens that follow them
+        ancestors: Tensor | None = None,  # [n, keys] bool, for the nodes of a tree
         length: int | None = None,  # of the text, as in `Rotary.forward`
-    ) -> torch.Tensor:  # [n, H]
+    ) -> Tensor:  # [n, H]
         "Some more tokens through the layers; their keys and values enter the cache."
         model = self.model
         rope = model.rotary(states, self.positions(len(ids), ancestors), length)
@@ -155,7 +153,7 @@ class Eagle3Drafter(ChainDrafter):
         return hidden
 
 # %% ../../nbs/models/06_eagle3.ipynb #b2069d8f
-def width_of_fc(raw: dict[str, Any], verifier: PretrainedConfig | None = None) -> list[str]:
+def width_of_fc(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     "vLLM sizes `fc` by `num_aux_hidden_states`, which must equal the number of layers."
     ids = raw.get("eagle_aux_hidden_state_layer_ids")
     if not ids:
@@ -172,7 +170,7 @@ def width_of_fc(raw: dict[str, Any], verifier: PretrainedConfig | None = None) -
     ]
 
 
-def no_output_bias(raw: dict[str, Any], verifier: PretrainedConfig | None = None) -> list[str]:
+def no_output_bias(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     "vLLM's Qwen3 drafter has no bias on `o_proj`."
     layer = layer_of(raw)
     if layer.get("model_type") != "qwen3" or not layer.get("attention_bias"):
@@ -241,7 +239,7 @@ class Eagle3DraftModel(TrainingTimeTest):
         self.rotary = Rotary(layer)
         self.post_init()
 
-    def fuse(self, hidden_states: torch.Tensor) -> torch.Tensor:  # [..., A·H] -> [..., H]
+    def fuse(self, hidden_states: Tensor) -> Tensor:  # [..., A·H] -> [..., H]
         "Mix the verifier's hidden states of the A layers into one."
         if not torch.is_autocast_enabled(hidden_states.device.type):
             hidden_states = hidden_states.to(self.fc.weight.dtype)
@@ -255,35 +253,35 @@ class Eagle3DraftModel(TrainingTimeTest):
         gain = torch.cat([norm.weight for norm in norms])
         return product_of_normed(unit, gain, self.fc.weight)
 
-    def first_inputs(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> StepInputs:
+    def first_inputs(self, input_ids: Tensor, hidden_states: Tensor) -> StepInputs:
         "What step 0 reads: tokens [N], the verifier's hidden states [N, A·H]."
         return StepInputs(self.fuse(hidden_states), self.embed_tokens(input_ids))
 
-    def next_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> StepInputs:
+    def next_inputs(self, input_ids: Tensor, hidden: Tensor) -> StepInputs:
         "What a later step reads: tokens [N], the step before's hidden states [N, H]."
         return StepInputs(hidden, self.embed_tokens(input_ids))
 
-    def finish(self, hidden: torch.Tensor) -> StepOutput:  # [N, H] of the last layer
+    def finish(self, hidden: Tensor) -> StepOutput:  # [N, H] of the last layer
         "The head reads the normed state; the next step reads it too, or the raw one."
         normed = self.norm(hidden)
         return StepOutput(normed, normed if self.config.norm_output else hidden)
 
     @torch.no_grad()
-    def own_tokens(self, normed: torch.Tensor) -> torch.Tensor:  # [N, H] -> [N] verifier ids
+    def own_tokens(self, normed: Tensor) -> Tensor:  # [N, H] -> [N] verifier ids
         "The most likely tokens, a thousand positions at a time."
         likeliest = [self.lm_head(part).argmax(-1) for part in normed.split(1024)]
         return self.to_verifier(torch.cat(likeliest))
 
     def forward(
         self,
-        input_ids: torch.Tensor,  # [1, L] token x_{i+1}
-        hidden_states: torch.Tensor,  # [1, L, A·H] features g_i
-        document_ids: torch.Tensor,  # [1, L], -1 padding
+        input_ids: Tensor,  # [1, L] token x_{i+1}
+        hidden_states: Tensor,  # [1, L, A·H] features g_i
+        document_ids: Tensor,  # [1, L], -1 padding
         # [1, L] whether x_{i+1} is of an answer; None: all that are not padding
-        loss_mask: torch.Tensor | None = None,
+        loss_mask: Tensor | None = None,
         # [1, L, H] after x_{i+1}, before the final norm; None: draft tokens and no loss
-        verifier_last_hidden_states: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,  # [1, L] i+1 in each document; None: one
+        verifier_last_hidden_states: Tensor | None = None,
+        position_ids: Tensor | None = None,  # [1, L] i+1 in each document; None: one
         lean: bool = True,  # False: the dense definition, which also returns draft tokens
         *,
         ttt_steps: int = 3,  # K
@@ -387,10 +385,7 @@ class Eagle3DraftModel(TrainingTimeTest):
         return ForwardOutput(drafts, out.loss, metrics)
 
     @classmethod
-    def get_trainer_kwargs(
-        cls,
-        **training_args,  # a trainer's arguments, those of other parts too
-    ) -> tuple[dict[str, Any], dict[str, Any]]:  # of `forward` in training, in evaluation
+    def get_trainer_kwargs(cls, **training_args) -> tuple[dict[str, Any], dict[str, Any]]:
         """What `forward` is called with. Where `use_off_policy_tokens` is given, evaluation
         reads the drafted tokens."""
         kwargs, val_kwargs = super().get_trainer_kwargs(**training_args)
@@ -400,17 +395,13 @@ class Eagle3DraftModel(TrainingTimeTest):
         return kwargs, val_kwargs
 
     @classmethod
-    def verifier_fields(
-        cls, layer: PretrainedConfig, verifier: str, arguments: dict[str, Any]
-    ) -> dict[str, Any]:
+    def verifier_fields(cls, layer, verifier, arguments):
         "The layers that are read."
         ids = layers_to_read(verifier, arguments["target_layer_ids"])
         return {"eagle_aux_hidden_state_layer_ids": ids}
 
     @staticmethod
-    def serving_warnings(
-        raw: dict[str, Any],  # config.json as it is stored
-    ) -> list[str]:  # sentences with the remedy
+    def serving_warnings(raw: dict[str, Any]) -> list[str]:  # sentences with the remedy
         "What vLLM does differently for some requests only, such as long ones."
         return served_rope(layer_of(raw))[1]
 

@@ -9,7 +9,7 @@ __all__ = ['AttentionRecorder']
 # %% ../../nbs/models/21_eagle3_attention.ipynb #dee2f625
 from typing import TYPE_CHECKING, Any, cast
 
-import torch
+from torch import Tensor
 
 from .drafting import attention_weights, cached_attention
 from .eagle3 import Eagle3Drafter, Eagle3DraftModel
@@ -32,18 +32,18 @@ class AttentionRecorder(Eagle3Drafter):
             )
         self.records: list[dict[str, float]] = []  # one for each draft step, in order
 
-    def read(self, tokens: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    def read(self, tokens: Tensor, features: Tensor) -> Tensor:
         "As `ChainDrafter.read`: draft step 0, before which all keys are decided ones."
         self.decided = len(tokens) - 1
         return super().read(tokens, features)
 
     def step(
         self,
-        states: torch.Tensor,  # [n, H]
-        ids: torch.Tensor,  # [n] the tokens that follow them
-        ancestors: torch.Tensor | None = None,  # nodes of a tree are not recorded
+        states: Tensor,  # [n, H]
+        ids: Tensor,  # [n] the tokens that follow them
+        ancestors: Tensor | None = None,  # nodes of a tree are not recorded
         length: int | None = None,  # of the text, as in `Rotary.forward`
-    ) -> torch.Tensor:  # [n, H]
+    ) -> Tensor:  # [n, H]
         "As `Eagle3Drafter.step`, recording the newest query."
         if ancestors is not None:
             return super().step(states, ids, ancestors, length)
@@ -63,8 +63,8 @@ class AttentionRecorder(Eagle3Drafter):
 
     def record(
         self,
-        weights: torch.Tensor,  # [keys] of the newest query, mean over the heads
-        state: torch.Tensor,  # [H] that the step read
+        weights: Tensor,  # [keys] of the newest query, mean over the heads
+        state: Tensor,  # [H] that the step read
     ) -> None:
         "Sums over the three kinds of keys."
         own = self.cache.get_seq_length() - self.decided

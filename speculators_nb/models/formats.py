@@ -36,6 +36,11 @@ from ..verifier.parts import load_verifier_tensors
 # attention where no kind is given.
 
 
+Folder = str | os.PathLike  # made if absent
+Tensors = dict[str, torch.Tensor]  # name -> tensor
+FieldsAndTensors = tuple[dict[str, Any], Tensors]  # fields of our config and `speculative_tokens`; our names
+
+
 class Target(NamedTuple):
     "The verifier that a drafter is for."
 
@@ -52,42 +57,34 @@ class NativeFormat:
     about: str  # whose it is
     looks_for: str  # what `recognises` asks for, in words
     recognises: Callable[[dict, set[str]], bool]  # of config.json, and the tensors' names
-    read: Callable  # (NativeCheckpoint, Target) -> (fields and `speculative_tokens`, tensors)
-    write: Callable  # (our config, our names -> tensors, empty folder, Target or None)
+    read: Callable[..., FieldsAndTensors]  # (NativeCheckpoint, Target); errors: ValueError
+    # (our config, our names -> tensors, Folder, Target or None); errors: ValueError for what has no place there
+    write: Callable
     files: tuple[str, ...] = ()  # names of weight files that no other format has
 
 
 FORMATS: dict[str, NativeFormat] = {}
 
 
-def register_format(
-    entry: NativeFormat,  # replaces one with the same name
-):
+def register_format(entry: NativeFormat):  # replaces one with the same name
     "Enter a format in the table."
     FORMATS[entry.name] = entry
 
 
-def formats(
-    model_type: str | None = None,  # only those of one algorithm
-) -> list[NativeFormat]:
+def formats(model_type: str | None = None) -> list[NativeFormat]:  # only those of one algorithm
     "All formats, algorithm by algorithm, in the same order whatever was imported first."
     import_models()
     chosen = [f for f in FORMATS.values() if model_type in (None, f.model_type)]
     return sorted(chosen, key=lambda entry: entry.model_type)
 
 
-def format_named(
-    name: str,  # as `formats` lists it
-) -> NativeFormat:
+def format_named(name: str) -> NativeFormat:  # as `formats` lists it
     "The format of this name. Errors: KeyError."
     import_models()
     return FORMATS[name]
 
 
-def verifier_target(
-    verifier: str | os.PathLike,  # folder or hub id
-    trust_remote_code: bool | None = None,  # as in `verifier_config`
-) -> Target:
+def verifier_target(verifier: str | os.PathLike, trust_remote_code: bool | None = None) -> Target:
     "A verifier's path and configuration. A folder's path is made absolute, because it is written into checkpoints."
     path = Path(verifier).resolve() if Path(verifier).is_dir() else verifier
     return Target(str(path), text_config(verifier_config(verifier, trust_remote_code)))
@@ -101,9 +98,7 @@ WEIGHTS = (
 )  # in the order in which they are looked for
 
 
-def find_weights(
-    source: str | os.PathLike,  # folder, hub id, or the file with the weights
-) -> tuple[Path, Path]:  # folder; the file with the weights, or the index of shards
+def find_weights(source: str | os.PathLike) -> tuple[Path, Path]:  # -> folder; weights, or index of shards
     "Where a foreign checkpoint is. Errors: FileNotFoundError naming the files looked for."
     path = Path(source)
     if path.is_file():
@@ -120,7 +115,7 @@ def find_weights(
     )
 
 
-def pickled_tensors(file: Path) -> dict[str, torch.Tensor]:  # name -> tensor
+def pickled_tensors(file: Path) -> Tensors:  # name -> tensor
     "Read a pickle of weights. Errors: ValueError for one that contains anything else."
     content = load_pickle(file)
     if isinstance(content, dict):
@@ -144,24 +139,16 @@ class NativeCheckpoint:
     """A drafter's checkpoint as another project wrote it. Errors: FileNotFoundError naming the
     files that were looked for; ValueError for what is not JSON or no tensor."""
 
-    def __init__(
-        self,
-        source: str | os.PathLike,  # folder, hub id, or the file with the weights
-    ):
+    def __init__(self, source: str | os.PathLike):  # folder, hub id, or the file with the weights
         self.name = str(source)
         self.folder, self.file = find_weights(source)
         config = self.folder / "config.json"
         # {} where there is none
         self.config = read_object(config) if config.is_file() else {}
-        self._pickles: dict[Path, dict[str, torch.Tensor]] = {}
+        self._pickles: dict[Path, Tensors] = {}
 
-    def config_value(
-        self,
-        name: str,  # of a field
-        default: Any = None,  # if the field is absent or null
-        block: str | None = None,  # nested object that is read before the top level
-    ) -> Any:
-        "A field of config.json."
+    def config_value(self, name: str, default: Any = None, block: str | None = None) -> Any:
+        "A field of config.json, of a nested object before the top level; the default where it is absent or null."
         nested = self.config.get(block) or {}
         for fields in (nested, self.config):
             if fields.get(name) is not None:
@@ -184,13 +171,10 @@ class NativeCheckpoint:
             file_of = dict.fromkeys(self._pickle(self.file), self.file)
         return {name: file for name, file in file_of.items() if not BUFFERS.fullmatch(name)}
 
-    def tensors(
-        self,
-        prefix: str = "",  # of the names wanted
-    ) -> dict[str, torch.Tensor]:  # as stored
+    def tensors(self, prefix: str = "") -> Tensors:  # of the names wanted -> as stored
         "Read tensors. Errors: ValueError for one that the index names and its file lacks."
         file_of = {n: file for n, file in self.index.items() if n.startswith(prefix)}
-        found: dict[str, torch.Tensor] = {}
+        found: Tensors = {}
         for file in sorted(set(file_of.values())):
             names = [name for name in file_of if file_of[name] == file]
             if file.suffix == ".safetensors":
@@ -205,10 +189,7 @@ class NativeCheckpoint:
         return {name: found[name] for name in file_of}
 
 
-def rename(
-    tensors: dict[str, Any],
-    table: dict[str, str],  # old prefix -> new prefix; the first that fits; others stay
-) -> dict[str, Any]:
+def rename(tensors: dict[str, Any], table: dict[str, str]) -> dict[str, Any]:  # old prefix -> new; the first that fits
     "Exchange the prefixes of names."
 
     def new_name(name):
@@ -240,10 +221,7 @@ LENGTH_FREE = ("default", "linear", "yarn", "llama3", "proportional")
 log = logging.getLogger(__name__)
 
 
-def reaching(
-    layers: PretrainedConfig,  # of a drafter, as it was trained
-    length: int,  # positions that it should take
-) -> PretrainedConfig:  # `layers`, changed
+def reaching(layers: PretrainedConfig, length: int) -> PretrainedConfig:  # positions; -> `layers`, changed
     """Raise `max_position_embeddings`, and keep every angle: what transformers derives from
     that field is written first. Types whose angles depend on it all the same keep it."""
     trained = layers.max_position_embeddings
@@ -268,12 +246,7 @@ def reaching(
     return layers
 
 
-def layer_config(
-    native: NativeCheckpoint,
-    target: Target,  # the verifier
-    names: list[str],  # of the layers' tensors
-    **fields,  # that the caller knows better
-) -> PretrainedConfig:  # LlamaConfig or Qwen3Config
+def layer_config(native: NativeCheckpoint, target: Target, names: list[str], **fields) -> PretrainedConfig:
     "The configuration of draft layers from the top level of config.json. Errors: ValueError where there is none."
     if "hidden_size" not in native.config:
         raise ValueError(
@@ -293,10 +266,7 @@ def layer_config(
     return reaching(layers, target.config.max_position_embeddings)
 
 
-def flat_config(
-    config: PretrainedConfig,  # of draft layers
-    **others,  # entries beside them
-) -> dict[str, Any]:  # the content of a config.json
+def flat_config(config: PretrainedConfig, **others) -> dict[str, Any]:  # -> a config.json
     """A layer's configuration in the top level, as a research checkpoint stores it; RoPE in the
     words of transformers 5, and in those of earlier versions."""
     left_out = NOT_OF_LAYERS - {"architectures"}
@@ -309,9 +279,7 @@ def flat_config(
     return fields | others
 
 
-def count_layers(
-    names: Iterable[str],  # of tensors, `layers.0.…`
-) -> int:  # 1 more than the highest number
+def count_layers(names: Iterable[str]) -> int:  # of tensors, `layers.0.…` -> 1 more than the highest number
     "How many decoder layers there are."
     found = [re.match(r"layers\.(\d+)\.", name) for name in names]
     return 1 + max((int(match[1]) for match in found if match), default=-1)
@@ -320,15 +288,8 @@ def count_layers(
 BORROWED = {"embed_tokens.weight": "embeddings", "lm_head.weight": "head"}
 
 
-def check_copy(
-    name: str,  # of the tensor
-    own: torch.Tensor,  # the drafter's
-    theirs: torch.Tensor,  # the verifier's
-    target: Target,  # the verifier
-    source: str,  # of the drafter, for messages
-    tolerance: float,  # largest difference over largest entry
-):
-    "Errors: ValueError for a tensor that is not a copy of the verifier's."
+def check_copy(name: str, own: torch.Tensor, theirs: torch.Tensor, target: Target, source: str, tolerance: float):
+    "Errors: ValueError for a tensor that is not a copy of the verifier's; the tolerance is of its largest entry."
     if own.shape != theirs.shape:
         raise ValueError(
             f"{source}: {name} is {tuple(own.shape)}, that of verifier {target.path!r} "
@@ -342,13 +303,9 @@ def check_copy(
         )
 
 
-def without_borrowed(
-    tensors: dict[str, torch.Tensor],  # our names
-    target: Target,  # the verifier; not compared if its weights are not here
-    source: str,  # of the tensors, for messages
-    tolerance: float = 0.01,  # largest difference over largest entry; allows for rounded copies
-) -> dict[str, torch.Tensor]:  # without embed_tokens.weight and lm_head.weight
-    "Leave out copies of the verifier's tensors. Errors: ValueError for what is no copy."
+def without_borrowed(tensors: Tensors, target: Target, source: str, tolerance: float = 0.01) -> Tensors:
+    """Leave out copies of the verifier's tensors. They are compared where its weights are here; the tolerance, of the
+    largest entry, allows for rounded copies. Errors: ValueError for what is no copy."""
     for name in [name for name in BORROWED if name in tensors]:
         try:
             theirs = load_verifier_tensors(target.path)[BORROWED[name]]
@@ -358,11 +315,7 @@ def without_borrowed(
     return {name: w for name, w in tensors.items() if name not in BORROWED}
 
 
-def vocab_mapping(
-    tensors: dict[str, torch.Tensor],  # with or without d2t and t2d
-    vocab_size: int,  # V, the verifier's
-    source: str,  # for messages
-) -> dict[str, torch.Tensor]:  # t2d [V] bool and d2t [Vd] int64; {} for the whole vocabulary
+def vocab_mapping(tensors: Tensors, vocab_size: int, source: str) -> Tensors:  # -> t2d, d2t; {}: all tokens
     "A draft vocabulary in our form. Errors: ValueError for tokens that the verifier lacks."
     d2t, t2d = tensors.get("d2t"), tensors.get("t2d")
     if d2t is None:
@@ -383,12 +336,15 @@ def vocab_mapping(
     return {"t2d": t2d.bool(), "d2t": d2t.long()}
 
 
-def write_native(
-    folder: str | os.PathLike,  # made if absent
-    config: dict[str, Any],  # the content of config.json
-    tensors: dict[str, torch.Tensor],
-    file: str = "model.safetensors",  # of the weights
-):
+def save_native(model: Any, folder: Folder, dtype: torch.dtype | None = None):
+    "Write the layout that other projects and engines read. Errors: ValueError for what it has no place for."
+    state = model.saved_state()
+    if dtype is not None:
+        state = {name: w.to(dtype) if w.is_floating_point() else w for name, w in state.items()}
+    format_named(model.native_format).write(model.config, state, folder)
+
+
+def write_native(folder: str | os.PathLike, config: dict[str, Any], tensors: Tensors, file: str = "model.safetensors"):
     "Write a checkpoint of another project's format: the weights, then config.json, each atomically."
     folder = Path(folder)
     save_tensors(tensors, folder / file, metadata={"format": "pt"})

@@ -2,7 +2,7 @@
 DSpark's releases are DeepSeek's and NVIDIA's, Domino's are its authors' and SpecForge's. The tensors have our names;
 layer ids differ by one."""
 
-import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,9 +16,12 @@ from .dflash2 import NEW_FIELDS
 from .domino import DominoSpeculatorConfig
 from .dspark import DSparkSpeculatorConfig
 from .formats import (
+    FieldsAndTensors,
+    Folder,
     NativeCheckpoint,
     NativeFormat,
     Target,
+    Tensors,
     count_layers,
     flat_config,
     inverse,
@@ -50,10 +53,7 @@ NEUTRAL_VALUES_OF_LOGITS = {
 }  # the same, of DFlash2 alone
 
 
-def check_no_unknown_options(
-    native: NativeCheckpoint,
-    options: dict[str, tuple] = NEUTRAL_VALUES,  # as there
-):
+def check_no_unknown_options(native: NativeCheckpoint, options: dict[str, tuple] = NEUTRAL_VALUES):
     "Errors: ValueError for an option that changes the drafter and that ours does not have."
     for name, neutral in options.items():
         value = native.config_value(name, block="dflash_config")
@@ -66,10 +66,7 @@ def check_no_unknown_options(
         )
 
 
-def dflash_layer_ids(
-    native: NativeCheckpoint,
-    target: Target,  # the verifier
-) -> list[int]:  # ours
+def dflash_layer_ids(native: NativeCheckpoint, target: Target) -> list[int]:  # ours
     """Ids of the verifier's layers that a DFlash checkpoint reads. Errors: ValueError where the
     config has none, or has the last layer."""
     ids = native.config_value("target_layer_ids", block="dflash_config")
@@ -87,12 +84,8 @@ def dflash_layer_ids(
     return check_aux_layer_ids([i + 1 for i in ids], num_layers)
 
 
-def dflash_layers(
-    native: NativeCheckpoint,
-    target: Target,  # the verifier
-    names: list[str],  # of tensors
-) -> tuple[PretrainedConfig, bool]:  # draft layers; our `sliding_window_non_causal`
-    "Configuration of a DFlash checkpoint's layers."
+def dflash_layers(native: NativeCheckpoint, target: Target, names: list[str]) -> tuple[PretrainedConfig, bool]:
+    "Configuration of a DFlash checkpoint's layers, and our `sliding_window_non_causal`."
     value = partial(native.config_value, block="dflash_config")
     count = count_layers(names)
     fields: dict[str, Any] = dict(num_hidden_layers=count)
@@ -119,8 +112,8 @@ E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # what three bits mean; a fou
 
 
 def from_nvfp4(
-    tensors: dict[str, torch.Tensor],  # weight uint8 [O, I/2], weight_scale float8 [O, I/16], weight_scale_2 [1]
-) -> dict[str, torch.Tensor]:  # weight bfloat16 [O, I]; others as they are
+    tensors: Tensors,  # weight uint8 [O, I/2], weight_scale float8 [O, I/16], weight_scale_2 [1]
+) -> Tensors:  # weight bfloat16 [O, I]; others as they are
     """Weights that NVIDIA ModelOpt stored in four bits, two in a byte, the lower half first: value times the scale of
     its 16 times the scale of its tensor."""
     plain, signed = dict(tensors), torch.cat([E2M1, -E2M1])
@@ -133,10 +126,7 @@ def from_nvfp4(
     return plain
 
 
-def dflash_tensors(
-    native: NativeCheckpoint,
-    target: Target,  # the verifier
-) -> dict[str, torch.Tensor]:  # our names
+def dflash_tensors(native: NativeCheckpoint, target: Target) -> Tensors:  # our names
     "Tensors of a DFlash checkpoint. Errors: ValueError for a copy that is not the verifier's."
     tensors = from_nvfp4(native.tensors())
     mapping = vocab_mapping(tensors, target.config.vocab_size, native.name)
@@ -147,10 +137,7 @@ def dflash_tensors(
     return without_borrowed(others, target, native.name) | own
 
 
-def read_dflash(
-    native: NativeCheckpoint,
-    target: Target,  # the verifier
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:  # our config's fields; our name -> tensor
+def read_dflash(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     """Read a DFlash checkpoint of z-lab's layout. Errors: ValueError for what this drafter
     cannot do, and for an embedding or head that is not the verifier's."""
     value = partial(native.config_value, block="dflash_config")
@@ -172,10 +159,7 @@ def read_dflash(
     return fields, tensors
 
 
-def read_dflash2(
-    native: NativeCheckpoint,
-    target: Target,  # the verifier
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:  # our config's fields; our name -> tensor
+def read_dflash2(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     "Read a DFlash2 checkpoint. Errors: as from `read_dflash`; ValueError for a missing size."
     check_no_unknown_options(native, NEUTRAL_VALUES_OF_LOGITS)
     fields, tensors = read_dflash(native, target)
@@ -188,10 +172,7 @@ def read_dflash2(
     return fields, tensors
 
 
-def dflash_config_json(
-    config: DFlashSpeculatorConfig,  # or DFlash2's, XPress's
-    target: Target | None = None,  # the verifier, to store how many layers it has
-) -> dict[str, Any]:  # the content of config.json
+def dflash_config_json(config: DFlashSpeculatorConfig, target: Target | None = None) -> dict[str, Any]:
     """The config of z-lab's layout. Errors: ValueError for a drafter that samples from the
     anchor, which the layout has no field for."""
     if config.sample_from_anchor:
@@ -201,10 +182,7 @@ def dflash_config_json(
     return block_config_json(config, target)
 
 
-def block_config_json(
-    config: DFlashSpeculatorConfig,  # or of a drafter that is made of it
-    target: Target | None,  # the verifier, to store how many layers it has
-) -> dict[str, Any]:  # the content of config.json
+def block_config_json(config: DFlashSpeculatorConfig, target: Target | None) -> dict[str, Any]:
     "What the layouts of block drafters have in common."
     layer = config.transformer_layer_config
     block: dict[str, Any] = dict(
@@ -231,20 +209,12 @@ def block_config_json(
     )
 
 
-def write_dflash(
-    config: DFlashSpeculatorConfig,  # or DFlash2's
-    tensors: dict[str, torch.Tensor],  # our names
-    folder: str | os.PathLike,  # made if absent
-    target: Target | None = None,  # the verifier, to store how many layers it has
-):
+def write_dflash(config: DFlashSpeculatorConfig, tensors: Tensors, folder: Folder, target: Target | None = None):
     """Write z-lab's layout; vLLM serves it with method "dflash". Errors: as of `dflash_config_json`."""
     write_native(folder, dflash_config_json(config, target), tensors)
 
 
-def read_dspark(
-    native: NativeCheckpoint,
-    target: Target,  # the verifier
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:  # our config's fields; our name -> tensor
+def read_dspark(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     """Read a DSpark checkpoint. The anchor's slot predicts unless its config says otherwise. Errors: as from
     `read_dflash`."""
     fields, tensors = read_dflash(native, target)
@@ -264,12 +234,7 @@ def read_dspark(
     return fields, tensors
 
 
-def write_dspark(
-    config: DSparkSpeculatorConfig,
-    tensors: dict[str, torch.Tensor],  # our names
-    folder: str | os.PathLike,  # made if absent
-    target: Target | None = None,  # the verifier, to store how many layers it has
-):
+def write_dspark(config: DSparkSpeculatorConfig, tensors: Tensors, folder: Folder, target: Target | None = None):
     """Write the layout of the released ones; vLLM serves it with method "dspark". Errors: ValueError for a drafter
     without a Markov head, which the layout always has."""
     if not config.markov_rank:
@@ -286,10 +251,7 @@ DOMINO_FIELDS = ("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len")
 EARLY_HEAD = {"logit_head.": ""}  # where SpecForge's first drafters have their heads
 
 
-def read_domino(
-    native: NativeCheckpoint,
-    target: Target,  # the verifier
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:  # our config's fields; our name -> tensor
+def read_domino(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     """Read a Domino checkpoint of SpecForge's layout. Errors: as from `read_dflash`; ValueError for a missing size.
     SpecForge and SGLang draft one token less than a block has slots, whether or not the anchor's slot predicts."""
     fields, tensors = read_dflash(native, target)
@@ -307,12 +269,7 @@ def read_domino(
     return fields, rename(tensors, EARLY_HEAD)
 
 
-def write_domino(
-    config: DominoSpeculatorConfig,
-    tensors: dict[str, torch.Tensor],  # our names
-    folder: str | os.PathLike,  # made if absent
-    target: Target | None = None,  # the verifier, to store how many layers it has
-):
+def write_domino(config: DominoSpeculatorConfig, tensors: Tensors, folder: Folder, target: Target | None = None):
     """Write SpecForge's layout; SGLang serves it. Errors: ValueError for a reduced vocabulary, which the layout has no
     place for."""
     if config.draft_vocab_size < config.target_vocab_size:
@@ -339,12 +296,7 @@ XPRESS_NAMES = {  # prefix of our name -> of vLLM's; the first that fits
 XPRESS_TOPC = 512  # tokens of a slot that vLLM's refiner scores
 
 
-def write_xpress(
-    config: XPressSpeculatorConfig,
-    tensors: dict[str, torch.Tensor],  # our names
-    folder: str | os.PathLike,  # made if absent
-    target: Target | None = None,  # the verifier, to store how many layers it has
-):
+def write_xpress(config: XPressSpeculatorConfig, tensors: Tensors, folder: Folder, target: Target | None = None):
     """Write the layout that vLLM 0.33 serves with method "dflash". Errors: ValueError for a reduced vocabulary, a
     drafter that samples from the anchor, and shapes that vLLM's kernels do not have."""
     stored = config.to_dict()
@@ -363,10 +315,7 @@ def write_xpress(
     write_native(folder, raw, rename(tensors, XPRESS_NAMES))
 
 
-def read_xpress(
-    native: NativeCheckpoint,
-    target: Target,  # the verifier
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:  # our config's fields; our name -> tensor
+def read_xpress(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     "Read what vLLM 0.33 serves as XPress. Errors: as from `read_dflash`; ValueError."
     fields, tensors = read_dflash(native, target)
     rank = native.config_value("xpress_rank", 256)
@@ -386,31 +335,24 @@ def read_xpress(
     return fields, rename(tensors, inverse(XPRESS_NAMES))
 
 
-def is_dflash2(config: dict, names: set[str]) -> bool:
-    "Whether tensor names are those of a DFlash2 checkpoint."
-    return {"fc.weight", "candidate_selector.predecessor_codebook"} <= names
+# a tensor of each drafter that is made of DFlash's blocks, and of no other
+OWN_TENSORS = {
+    "dflash2": "candidate_selector.predecessor_codebook",
+    "dspark": "markov_head.markov_w1.weight",
+    "domino": "prefix_gru.weight_ih_l0",  # SpecForge's first ones have it in their `logit_head`
+    "xpress": "xpress_head.mix.L",
+}
 
 
-def is_xpress(config: dict, names: set[str]) -> bool:
-    "Whether tensor names are those of an XPress checkpoint of vLLM's layout."
-    return {"fc.weight", "xpress_head.mix.L"} <= names
-
-
-def is_dspark(config: dict, names: set[str]) -> bool:
-    "Whether tensor names are those of a DSpark checkpoint."
-    return {"fc.weight", "markov_head.markov_w1.weight"} <= names
-
-
-def is_domino(config: dict, names: set[str]) -> bool:
-    "Whether tensor names are those of a Domino checkpoint."
-    early = "logit_head.prefix_gru.weight_ih_l0"
-    return "fc.weight" in names and bool({"prefix_gru.weight_ih_l0", early} & names)
+def has_own(tensor: str, config: dict, names: set[str]) -> bool:  # one of `OWN_TENSORS`
+    "Whether tensor names are those of the drafter that has this one."
+    return "fc.weight" in names and any(name.endswith(tensor) for name in names)
 
 
 def is_dflash(config: dict, names: set[str]) -> bool:
     "Whether tensor names are those of a DFlash checkpoint."
     own = {"fc.weight", "hidden_norm.weight"} <= names
-    return own and not any(other(config, names) for other in (is_dflash2, is_domino, is_dspark, is_xpress))
+    return own and not any(has_own(tensor, config, names) for tensor in OWN_TENSORS.values())
 
 
 register_format(
@@ -424,50 +366,19 @@ register_format(
         write=write_dflash,
     )
 )
-register_format(
-    NativeFormat(
-        name="dflash2",
-        model_type="dflash2",
-        about="DFlash2 checkpoints of z-lab's layout",
-        looks_for="tensors fc.weight and candidate_selector.predecessor_codebook",
-        recognises=is_dflash2,
-        read=read_dflash2,
-        write=write_dflash,
-    )
-)
-register_format(
-    NativeFormat(
-        name="dspark",
-        model_type="dspark",
-        about="DSpark checkpoints as DeepSeek and NVIDIA release them",
-        looks_for="tensors fc.weight and markov_head.markov_w1.weight",
-        recognises=is_dspark,
-        read=read_dspark,
-        write=write_dspark,
-    )
-)
-register_format(
-    NativeFormat(
-        name="domino",
-        model_type="domino",
-        about="Domino checkpoints of SpecForge's layout, which SGLang serves",
-        looks_for="tensors fc.weight and prefix_gru.weight_ih_l0",
-        recognises=is_domino,
-        read=read_domino,
-        write=write_domino,
-    )
-)
-register_format(
-    NativeFormat(
-        name="xpress",
-        model_type="xpress",
-        about="XPress checkpoints that vLLM 0.33 serves",
-        looks_for="tensors fc.weight and xpress_head.mix.L",
-        recognises=is_xpress,
-        read=read_xpress,
-        write=write_xpress,
-    )
-)
+
+
+def register_block(name: str, about: str, read: Callable, write: Callable):  # as in `NativeFormat`
+    "Enter the format of a drafter of `OWN_TENSORS`, whose name is that of its algorithm."
+    tensor = OWN_TENSORS[name]
+    looks_for = f"tensors fc.weight and {tensor}"
+    register_format(NativeFormat(name, name, about, looks_for, partial(has_own, tensor), read, write))
+
+
+register_block("dflash2", "DFlash2 checkpoints of z-lab's layout", read_dflash2, write_dflash)
+register_block("dspark", "DSpark checkpoints as DeepSeek and NVIDIA release them", read_dspark, write_dspark)
+register_block("domino", "Domino checkpoints of SpecForge's layout, which SGLang serves", read_domino, write_domino)
+register_block("xpress", "XPress checkpoints that vLLM 0.33 serves", read_xpress, write_xpress)
 
 
 BLOCK_NAMES = {

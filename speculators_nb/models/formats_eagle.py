@@ -1,12 +1,8 @@
 """Reading and writing checkpoints of the EAGLE repositories, HASS, SpecForge, NVIDIA ModelOpt and AngelSlim.
 The tensors are ours under other names."""
 
-import os
 import re
 from functools import partial
-from typing import Any
-
-import torch
 
 from ..nn.layers import layer_window
 from ..verifier.parts import load_verifier_tensors
@@ -14,9 +10,12 @@ from ..verifier.tapped_model import check_aux_layer_ids, default_aux_layer_ids
 from .eagle import EagleSpeculatorConfig
 from .eagle3 import Eagle3SpeculatorConfig
 from .formats import (
+    FieldsAndTensors,
+    Folder,
     NativeCheckpoint,
     NativeFormat,
     Target,
+    Tensors,
     count_layers,
     flat_config,
     inverse,
@@ -46,10 +45,7 @@ EAGLE_NAMES = {
 }  # prefix in their checkpoint -> in ours
 
 
-def read_eagle(
-    native: NativeCheckpoint,
-    target: Target,  # the verifier
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:  # our config's fields; our name -> tensor
+def read_eagle(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     """Read an EAGLE-1, EAGLE-2 or HASS checkpoint. Errors: ValueError for an embedding or head
     that is not the verifier's."""
     tensors = rename(native.tensors(), EAGLE_NAMES)
@@ -89,8 +85,8 @@ def check_served_layer(config: EagleSpeculatorConfig) -> None:
 
 def write_eagle(
     config: EagleSpeculatorConfig,
-    tensors: dict[str, torch.Tensor],  # our names
-    folder: str | os.PathLike,  # made if absent
+    tensors: Tensors,  # our names
+    folder: Folder,
     target: Target | None = None,  # the verifier, whose embedding is written too
     served: bool = False,  # refuse what vLLM cannot serve from this layout
 ):
@@ -139,11 +135,7 @@ register_format(
 EAGLE3_NAMES = {"midlayer.": "layers.0.", "model.midlayer.": "layers.0.", "model.": ""}
 
 
-def eagle3_layer_ids(
-    native: NativeCheckpoint,
-    target: Target,  # the verifier
-    count: int,  # layers that fc.weight reads
-) -> list[int]:
+def eagle3_layer_ids(native: NativeCheckpoint, target: Target, count: int) -> list[int]:  # count: that fc reads
     """Ids of the verifier's layers that an EAGLE-3 checkpoint reads. Errors: ValueError for the
     last layer alone, for ids that are not given, not ascending or no layers."""
     value = partial(native.config_value, block="eagle_config")
@@ -164,10 +156,7 @@ def eagle3_layer_ids(
     return check_aux_layer_ids(layer_ids, num_layers)
 
 
-def read_eagle3(
-    native: NativeCheckpoint,
-    target: Target,  # the verifier
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:  # our config's fields; our name -> tensor
+def read_eagle3(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     """Read an EAGLE-3 research checkpoint. Errors: ValueError for one without fc.weight, a
     vocabulary that is not the verifier's, or layers as in `eagle3_layer_ids`."""
     value = partial(native.config_value, block="eagle_config")
@@ -201,12 +190,7 @@ def read_eagle3(
     return fields, tensors
 
 
-def write_eagle3(
-    config: Eagle3SpeculatorConfig,
-    tensors: dict[str, torch.Tensor],  # our names
-    folder: str | os.PathLike,  # made if absent
-    target: Target | None = None,  # not needed
-):
+def write_eagle3(config: Eagle3SpeculatorConfig, tensors: Tensors, folder: Folder, target: Target | None = None):
     'Write an EAGLE-3 research checkpoint. vLLM serves it with method "eagle3".'
     layer = config.transformer_layer_config
     llama = layer.model_type == "llama"

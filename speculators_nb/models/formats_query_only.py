@@ -1,13 +1,20 @@
 """Gemma 4's assistants: reading and writing the layout of transformers' `Gemma4AssistantForCausalLM`.
 Its tensors have our names, but for a prefix and a head that is stored as an embedding."""
 
-import os
-from typing import Any
-
-import torch
 from transformers import Gemma4TextConfig
 
-from .formats import NativeCheckpoint, NativeFormat, Target, inverse, register_format, rename, write_native
+from .formats import (
+    FieldsAndTensors,
+    Folder,
+    NativeCheckpoint,
+    NativeFormat,
+    Target,
+    Tensors,
+    inverse,
+    register_format,
+    rename,
+    write_native,
+)
 from .query_only import QueryOnlySpeculatorConfig, from_verifier
 
 # The layout's `model.embed_tokens` is the draft head alone (`tie_word_embeddings`): what is embedded is embedded by the
@@ -23,10 +30,7 @@ def is_assistant(config: dict, names: set[str]) -> bool:
     return config.get("model_type") in KINDS_OF_MODEL
 
 
-def read_assistant(
-    native: NativeCheckpoint,
-    target: Target,  # the verifier
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:  # our config's fields; our name -> tensor
+def read_assistant(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     "Read an assistant. Errors: ValueError for a verifier that shares no keys as Gemma 4 does."
     if target.config.model_type != "gemma4_text":
         raise ValueError(
@@ -46,12 +50,7 @@ def read_assistant(
     return fields, rename(tensors, inverse(NAMES | CENTROIDS))
 
 
-def write_assistant(
-    config: QueryOnlySpeculatorConfig,
-    tensors: dict[str, torch.Tensor],  # our names
-    folder: str | os.PathLike,  # made if absent
-    target: Target | None = None,  # not needed
-):
+def write_assistant(config: QueryOnlySpeculatorConfig, tensors: Tensors, folder: Folder, target: Target | None = None):
     """Write the layout that transformers, vLLM and SGLang read. Errors: ValueError for a drafter that reads the keys of
     another family."""
     if config.attention_scale != 1:

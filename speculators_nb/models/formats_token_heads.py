@@ -2,13 +2,22 @@
 The former as IBM and Snowflake publish them, the latter under the names of serving engines and of the original
 repository."""
 
-import os
 import re
 from typing import Any
 
 import torch
 
-from .formats import NativeCheckpoint, NativeFormat, Target, register_format, rename, write_native
+from .formats import (
+    FieldsAndTensors,
+    Folder,
+    NativeCheckpoint,
+    NativeFormat,
+    Target,
+    Tensors,
+    register_format,
+    rename,
+    write_native,
+)
 from .medusa import MedusaSpeculatorConfig
 from .mlp_speculator import MLPSpeculatorConfig
 
@@ -17,11 +26,7 @@ from .mlp_speculator import MLPSpeculatorConfig
 # naming: in head 2, block 0 is `2.0.linear.weight`, and what follows the last block is the head's matrix.
 
 
-def storing_head(
-    part: str,  # "emb", "proj", "ln" or "head"
-    head: int,
-    tied: bool,  # whether heads share their parts
-) -> int:
+def storing_head(part: str, head: int, tied: bool) -> int:  # "emb", "proj", "ln" or "head"
     "Which head's tensor a head uses for this part."
     if not tied:
         return head
@@ -34,13 +39,9 @@ def is_mlp_speculator(config: dict, names: set[str]) -> bool:
     return any(all(prefix + name in names for name in needed) for prefix in ("", "speculator."))
 
 
-def tied_tensors(
-    native: NativeCheckpoint,
-    tensors: dict[str, torch.Tensor],  # part.head.leaf -> tensor
-    tied: bool,  # whether heads share their parts
-) -> dict[str, torch.Tensor]:  # each shared part once
+def tied_tensors(native: NativeCheckpoint, tensors: Tensors, tied: bool) -> Tensors:  # each shared part once
     "Leave out copies of shared parts. Errors: ValueError for copies that are not equal."
-    kept: dict[str, torch.Tensor] = {}
+    kept: Tensors = {}
     for name, weight in tensors.items():
         part, head, leaf = name.split(".", 2)
         first = f"{part}.{storing_head(part, int(head), tied)}.{leaf}"
@@ -53,10 +54,7 @@ def tied_tensors(
     return kept
 
 
-def read_mlp_speculator(
-    native: NativeCheckpoint,
-    target: Target,  # the verifier; not needed
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:  # our config's fields; our name -> tensor
+def read_mlp_speculator(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     "Read a published MLP speculator. Errors: ValueError for tied heads that differ."
     tensors = rename(native.tensors(), {"speculator.": ""})
     heads = native.config_value("n_predict")
@@ -86,12 +84,7 @@ def read_mlp_speculator(
     return fields, tensors
 
 
-def write_mlp_speculator(
-    config: MLPSpeculatorConfig,
-    tensors: dict[str, torch.Tensor],  # our names
-    folder: str | os.PathLike,  # made if absent
-    target: Target | None = None,  # not needed
-):
+def write_mlp_speculator(config: MLPSpeculatorConfig, tensors: Tensors, folder: Folder, target: Target | None = None):
     "Write a published MLP speculator: each part for each head, tied or not, as vLLM's loader."
     heads, tied = config.num_layers, config.tie_weights
     kinds = {(part, leaf) for part, _, leaf in (name.split(".", 2) for name in tensors)}
@@ -128,10 +121,7 @@ register_format(
 )
 
 
-def count_in_names(
-    pattern: str,  # with one group, which is a number
-    names: set[str],  # of tensors
-) -> int:  # 1 more than the highest number
+def count_in_names(pattern: str, names: set[str]) -> int:
     "How many blocks or heads there are."
     numbers = [int(found[1]) for name in names if (found := re.match(pattern, name))]
     return 1 + max(numbers, default=-1)
@@ -142,12 +132,7 @@ def is_medusa(config: dict, names: set[str]) -> bool:
     return {"blocks.0.layers.0.weight", "lm_heads.0.weight"} <= names
 
 
-def write_medusa(
-    config: MedusaSpeculatorConfig,
-    tensors: dict[str, torch.Tensor],  # our names
-    folder: str | os.PathLike,  # made if absent
-    target: Target | None = None,  # not needed
-):
+def write_medusa(config: MedusaSpeculatorConfig, tensors: Tensors, folder: Folder, target: Target | None = None):
     "Write what vLLM serves with method medusa."
     raw = dict(
         model_type="medusa",
@@ -173,10 +158,7 @@ def from_original(name: str) -> str:  # "2.0.linear.weight" -> "blocks.2.layers.
     return f"blocks.{head}.layers.{layer}.{leaf}" if block else f"lm_heads.{head}.{leaf}"
 
 
-def to_original(
-    name: str,  # ours
-    num_blocks: int,  # residual blocks of a head
-) -> str:
+def to_original(name: str, num_blocks: int) -> str:
     "The inverse."
     kind, head, *rest = name.split(".")
     if kind == "blocks":
@@ -192,10 +174,7 @@ def is_medusa_original(config: dict, names: set[str]) -> bool:
 
 
 def write_medusa_original(
-    config: MedusaSpeculatorConfig,
-    tensors: dict[str, torch.Tensor],  # our names
-    folder: str | os.PathLike,  # made if absent
-    target: Target | None = None,  # the verifier, which is named in the config
+    config: MedusaSpeculatorConfig, tensors: Tensors, folder: Folder, target: Target | None = None
 ):
     "Write what the original repository reads, as safetensors."
     num_blocks = config.num_hidden_layers
@@ -211,7 +190,7 @@ def write_medusa_original(
     write_native(folder, raw, stored, "medusa_lm_head.safetensors")
 
 
-def medusa_tensors(native: NativeCheckpoint) -> dict[str, torch.Tensor]:
+def medusa_tensors(native: NativeCheckpoint) -> Tensors:
     "Medusa heads under our names. Errors: ValueError for a restricted vocabulary."
     prefixes = ("medusa_heads.", "medusa_head.")
     used = [p for p in prefixes if any(name.startswith(p) for name in native.index)]
@@ -229,10 +208,7 @@ def medusa_tensors(native: NativeCheckpoint) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def read_medusa(
-    native: NativeCheckpoint,
-    target: Target,  # the verifier; not needed
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:  # our config's fields; our name -> tensor
+def read_medusa(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     """Read Medusa heads under an engine's or the original names. Errors: ValueError for heads
     of a part of the vocabulary, or for names of neither kind."""
     tensors = medusa_tensors(native)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from ..nn.layers import ROPE, Rotary, head_dim, rope_parameters
 from ..verifier.folders import new_folder
 from ..verifier.from_gguf import open_gguf
 from .base import SpeculatorModel
-from .convert import saved_tensors
+from .convert import check_sizes, saved_tensors
+from .formats import Target, Tensors
 from .serving_rules import LAYER
 
 # llama.cpp has a converter of its own, which wants a Hugging Face folder of the verifier and refuses a tokenizer that
@@ -140,23 +142,14 @@ def layer_fields(layer: PretrainedConfig, rotary: Rotary) -> dict[str, Any]:  # 
     }
 
 
-def neighbouring_rows(
-    weight: torch.Tensor,  # [heads·D, I]
-    heads: int,
-    rotated: int,  # R, channels of a head
-) -> torch.Tensor:  # [heads·D, I]
+def neighbouring_rows(weight: torch.Tensor, heads: int, rotated: int) -> torch.Tensor:  # [heads·D, I]
     "Rows whose channels i and i + R/2 are rotated together, moved to 2i and 2i+1."
     by_head = weight.unflatten(0, (heads, -1))
     pairs = by_head[:, :rotated].unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
     return torch.cat([pairs, by_head[:, rotated:]], 1).flatten(0, 1)
 
 
-def gguf_tensors(
-    entry: GGUFDraft,
-    layer: PretrainedConfig,  # of draft layers
-    state: dict[str, torch.Tensor],  # our name -> tensor
-    rotary: Rotary,
-) -> dict[str, torch.Tensor]:  # llama.cpp's name -> tensor
+def gguf_tensors(entry: GGUFDraft, layer: PretrainedConfig, state: Tensors, rotary: Rotary) -> Tensors:
     "A drafter's tensors in llama.cpp's names and order of rows."
     found = {}
     heads = {"q_proj.weight": layer.num_attention_heads, "k_proj.weight": layer.num_key_value_heads}
@@ -175,13 +168,7 @@ def gguf_tensors(
     return found
 
 
-def write_gguf(
-    file: Path,  # new
-    entry: GGUFDraft,
-    config: SpeculatorModelConfig,
-    state: dict[str, torch.Tensor],  # our name -> tensor
-    verifier: Any,  # gguf.GGUFReader
-):
+def write_gguf(file: Path, entry: GGUFDraft, config: SpeculatorModelConfig, state: Tensors, verifier: Any):
     "Write a drafter as llama.cpp reads it, matrices in the dtype that they are stored in."
     gguf = import_module("gguf")
     kinds = gguf.GGMLQuantizationType
@@ -211,20 +198,12 @@ def write_gguf(
     writer.close()
 
 
-def check_same_verifier(config: SpeculatorModelConfig, verifier: Any, name: str):
-    "Errors: ValueError for a GGUF file (a `gguf.GGUFReader`) of another model than the drafter is for."
+def target_of(verifier: Any, name: str) -> Target:  # a `gguf.GGUFReader`, the file
+    "The sizes of a verifier that is a GGUF file."
     architecture = verifier.fields["general.architecture"].contents()
     width = verifier.fields[f"{architecture}.embedding_length"].contents()
-    sizes = config.sizes
-    for what, own, theirs in (
-        ("vocabulary", sizes.vocab_size, len(verifier.fields["tokenizer.ggml.tokens"].data)),
-        ("hidden_size", getattr(config, "target_hidden_size", None) or sizes.hidden_size, width),
-    ):
-        if own != theirs:
-            raise ValueError(
-                f"verifier={name!r} has {what} {theirs}, and the drafter is for one with {own}; name the GGUF file of "
-                "the verifier that it was trained for"
-            )
+    sizes: Any = SimpleNamespace(hidden_size=width, vocab_size=len(verifier.fields["tokenizer.ggml.tokens"].data))
+    return Target(name, sizes)
 
 
 def export_llama_cpp(
@@ -240,7 +219,7 @@ def export_llama_cpp(
     config = SpeculatorModelConfig.from_pretrained(folder)
     entry = GGUF_DRAFTS[config.speculators_model_type]
     reader = open_gguf(Path(verifier), str(verifier))
-    check_same_verifier(config, reader, str(verifier))
+    check_sizes(config, target_of(reader, str(verifier)), str(checkpoint))
     state = saved_tensors(config, folder, checkpoint)
     with atomic_folder(output, replace=False) as new:
         write_gguf(new / FILE, entry, config, state, reader)

@@ -8,7 +8,7 @@ __all__ = ['MedusaSpeculatorConfig', 'ResidualBlocks', 'MedusaDrafter', 'MedusaM
 
 # %% ../../nbs/models/19_medusa.ipynb #2af4991e
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -40,7 +40,7 @@ class ResidualBlocks(GradientCheckpointingLayer):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(size, size, bias=bias) for _ in range(depth))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., H]
+    def forward(self, x: Tensor) -> Tensor:  # [..., H] -> [..., H]
         for layer in self.layers:
             x = x + F.silu(layer(x))
         return x
@@ -51,12 +51,7 @@ class MedusaDrafter(HeadsDrafter, SlotDrafter):
 
     model: "MedusaModel"
 
-    def slots(
-        self,
-        tokens: torch.Tensor,  # [n] decided tokens, not used
-        features: torch.Tensor,  # [m, H] of positions n-1-m .. n-2
-        k: int,  # tokens wanted
-    ) -> torch.Tensor:  # [k, V], or fewer rows: as many as there are heads
+    def slots(self, tokens: Tensor, features: Tensor, k: int) -> Tensor:
         "Logits of the next k tokens."
         state = self.model.verifier_states(features[-1])
         heads = self.model.head_weights()[:k]
@@ -112,15 +107,12 @@ class MedusaModel(TokenHeads):
                     own.copy_(parts["head"])
 
     def hidden_rows(
-        self,
-        states: torch.Tensor,  # [L, H] from `verifier_states`
-        input_ids: torch.Tensor,  # [L], not used
-        needed: list[torch.Tensor],  # K of [N_k] positions
-    ) -> list[torch.Tensor]:  # K of [N_k, H]
+        self, states: Tensor, input_ids: Tensor, needed: list[Tensor]
+    ) -> list[Tensor]:
         "Hidden states of the needed positions, head by head."
         return [block(states[positions]) for block, positions in zip(self.blocks, needed)]
 
-    def head_weights(self) -> list[torch.Tensor]:  # K of [V, H]
+    def head_weights(self) -> list[Tensor]:  # K of [V, H]
         "U_k."
         return [head.get_parameter("weight") for head in self.lm_heads]
 

@@ -8,15 +8,13 @@ __all__ = ['MLPSpeculatorConfig', 'rms', 'ShiftedNorm', 'MLPSpeculator', 'MLPDra
 
 # %% ../../nbs/models/18_mlp_speculator.ipynb #c3b919f7
 import math
-import os
 from collections.abc import Callable
 from dataclasses import field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PretrainedConfig
 
 from ..core.config import SpeculatorModelConfig
 from .base import SpeculatorModel
@@ -57,8 +55,8 @@ class MLPSpeculatorConfig(SpeculatorModelConfig):
 
 # %% ../../nbs/models/18_mlp_speculator.ipynb #5cb0d643
 def rms(
-    x: torch.Tensor, eps: float = 1e-6
-) -> torch.Tensor:  # [..., D] -> the same, each vector of mean square 1
+    x: Tensor, eps: float = 1e-6
+) -> Tensor:  # [..., D] -> the same, each vector of mean square 1
     "Root-mean-square norm without weights, in float32."
     return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
 
@@ -71,7 +69,7 @@ class ShiftedNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(size))
         self.bias = nn.Parameter(torch.zeros(size))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:  # [..., size] -> the same
+    def forward(self, x: Tensor) -> Tensor:  # [..., size] -> the same
         return self.weight * rms(x) + self.bias
 
 # %% ../../nbs/models/18_mlp_speculator.ipynb #f9d10219
@@ -92,7 +90,7 @@ class MLPSpeculator(TokenHeads):
     native_format = "mlp_speculator"
 
     if TYPE_CHECKING:
-        _gradient_checkpointing_func: Callable[..., torch.Tensor]
+        _gradient_checkpointing_func: Callable[..., Tensor]
 
     def __init__(self, config: MLPSpeculatorConfig):
         super().__init__(config)
@@ -124,7 +122,7 @@ class MLPSpeculator(TokenHeads):
         "Head i's part, tied or not."
         return parts[min(i, len(parts) - 1)]
 
-    def start(self, states: torch.Tensor) -> torch.Tensor:  # [..., H] -> [..., H]
+    def start(self, states: Tensor) -> Tensor:  # [..., H] -> [..., H]
         "The state before the first head."
         if not self.config.inputs_hidden_states_normalized:
             return states
@@ -133,25 +131,22 @@ class MLPSpeculator(TokenHeads):
     def advance(
         self,
         i: int,  # which head
-        state: torch.Tensor,  # [N, H] or [N, D]
-        ids: torch.Tensor,  # [N] the token before the one to be predicted
-    ) -> torch.Tensor:  # [N, D]
+        state: Tensor,  # [N, H] or [N, D]
+        ids: Tensor,  # [N] the token before the one to be predicted
+    ) -> Tensor:  # [N, D]
         "s <- GELU(LN(W_i s + (w_e/w_s) E_i[x])), computed again on the way back if requested."
         if self.gradient_checkpointing and self.training:
             return self._gradient_checkpointing_func(self.next_state, i, state, ids)
         return self.next_state(i, state, ids)
 
-    def next_state(self, i: int, state: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def next_state(self, i: int, state: Tensor, ids: Tensor) -> Tensor:
         "What `advance` computes."
         token = self.embed_weight / self.state_weight * self.at(self.emb, i)(ids)
         return F.gelu(self.at(self.ln, i)(self.at(self.proj, i)(state) + token))
 
     def hidden_rows(
-        self,
-        states: torch.Tensor,  # [L, H] from `verifier_states`
-        input_ids: torch.Tensor,  # [L]
-        needed: list[torch.Tensor],  # n of [N_k] positions, each a subset of the one before
-    ) -> list[torch.Tensor]:  # n of [N_k, D]
+        self, states: Tensor, input_ids: Tensor, needed: list[Tensor]
+    ) -> list[Tensor]:
         "Hidden states of the needed positions, head by head."
         state = self.start(states)
         position_of_row = torch.arange(len(input_ids), device=input_ids.device)
@@ -164,29 +159,19 @@ class MLPSpeculator(TokenHeads):
             outputs.append(state)
         return outputs
 
-    def head_weights(self) -> list[torch.Tensor]:  # n of [V, D]; tied ones are the same object
+    def head_weights(self) -> list[Tensor]:  # n of [V, D]; tied ones are the same object
         "U_i."
         heads = [self.at(self.head, i) for i in range(self.config.num_layers)]
         return [head.get_parameter("weight") for head in heads]
 
     @classmethod
-    def verifier_fields(
-        cls,
-        layer: PretrainedConfig,  # of the verifier's sizes
-        verifier: str,  # folder or hub id; not used
-        arguments: dict[str, Any],  # every training argument
-    ) -> dict[str, Any]:
+    def verifier_fields(cls, layer, verifier, arguments):
         "Number and width of the heads."
         width = arguments["intermediate_size"] or layer.hidden_size
-        return dict(num_layers=arguments["num_heads"], intermediate_size=width)
+        sizes = super().verifier_fields(layer, verifier, arguments)
+        return sizes | dict(num_layers=arguments["num_heads"], intermediate_size=width)
 
-    def save_pretrained(
-        self,
-        save_directory: str | os.PathLike,  # made if absent
-        state_dict: dict | None = None,  # instead of the model's own (gathered by a trainer)
-        dtype: torch.dtype | None = None,  # of the stored floating tensors; None: as they are
-        **kwargs,  # accepted from transformers.Trainer, without effect
-    ):
+    def save_pretrained(self, save_directory, state_dict=None, dtype=None, **kwargs):
         "Write a checkpoint; the config's `torch_dtype` is the dtype that was stored."
         self.config.torch_dtype = str(dtype or self.dtype).removeprefix("torch.")
         super().save_pretrained(save_directory, state_dict, dtype, **kwargs)
@@ -201,12 +186,7 @@ class MLPDrafter(HeadsDrafter, PathDrafter):
 
     model: MLPSpeculator
 
-    def head(
-        self,
-        tokens: torch.Tensor,  # [n] decided, not used
-        features: torch.Tensor,  # [m, H] of positions n-1-m .. n-2
-        k: int,  # tokens wanted in a row, not used
-    ) -> PathHead:
+    def head(self, tokens: Tensor, features: Tensor, k: int) -> PathHead:
         "The heads behind the verifier's last state."
         model, heads = self.model, self.model.head_weights()
 

@@ -149,9 +149,7 @@ FAMILIES |= {
 }  # `model_type` of a verifier's language model -> its head
 
 
-def head_family(
-    config: PretrainedConfig,  # of a language model
-) -> HeadFamily:
+def head_family(config: PretrainedConfig) -> HeadFamily:  # of a language model
     "The record of a verifier's family. Errors: ValueError for a family without one."
     if config.model_type not in FAMILIES:
         raise ValueError(
@@ -161,10 +159,7 @@ def head_family(
     return FAMILIES[config.model_type]
 
 
-def family_part(
-    config: PretrainedConfig,  # of a language model
-    *names: str,  # "DecoderLayer", "RMSNorm", ...; the first one that the family has
-) -> Any:
+def family_part(config: PretrainedConfig, *names: str) -> Any:  # "RMSNorm", ...; the first one there is
     "A class of the verifier's family. Errors: ValueError for a family without MTP heads."
     family = head_family(config)
     module = import_module(f"transformers.models.{family.module}.modeling_{family.module}")
@@ -177,10 +172,7 @@ def head_stem(config: PretrainedConfig) -> str:  # of a verifier's language mode
     return head_family(config).stem.format(n=config.num_hidden_layers)
 
 
-def from_native(
-    name: str,  # "mtp.fc.weight"
-    config: PretrainedConfig,  # of the verifier's language model
-) -> str | None:  # "mtp_layers.0.input_proj.weight"; None: a copy of embedding or head
+def from_native(name: str, config: PretrainedConfig) -> str | None:  # None: a copy
     "Our name of a verifier's MTP tensor. Errors: ValueError for one that a head of one layer does not have."
     family, stem = head_family(config), head_stem(config)
     rest = name.removeprefix(stem)
@@ -195,10 +187,7 @@ def from_native(
     )
 
 
-def to_native(
-    name: str,  # "mtp_layers.0.input_proj.weight"
-    config: PretrainedConfig,  # of the verifier's language model
-) -> str:  # "mtp.fc.weight"
+def to_native(name: str, config: PretrainedConfig) -> str:
     "The verifier's name of one of our tensors."
     family = head_family(config)
     rest = name.removeprefix("mtp_layers.0.")
@@ -207,9 +196,7 @@ def to_native(
     return head_stem(config) + theirs + rest.removeprefix(ours)
 
 
-def layer_parts(
-    config: PretrainedConfig,  # of the verifier's language model
-) -> dict[str, nn.Module]:  # self_attn, mlp and the norms, by their names in our checkpoints
+def layer_parts(config: PretrainedConfig) -> dict[str, nn.Module]:  # self_attn, mlp and the norms
     "The parts of the head's decoder layer, with fresh weights, as transformers builds them."
     family = head_family(config)
     if family.changes:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -29,9 +29,9 @@ from ..nn.target_head import norm_eps
 
 # %% ../../nbs/models/14_mtp_layer.ipynb #1448a4a7
 def pairs_to_halves(
-    heads: torch.Tensor,  # [..., D]
+    heads: Tensor,  # [..., D]
     rotated: int,  # R, even: the first channels
-) -> torch.Tensor:  # [..., D]
+) -> Tensor:  # [..., D]
     "Channels 0, 2, 4, … before 1, 3, 5, … of the first R, so that halves belong together."
     first, rest = heads[..., :rotated], heads[..., rotated:]
     return torch.cat([first[..., 0::2], first[..., 1::2], rest], -1)
@@ -43,7 +43,7 @@ class Projections:
     def __init__(self, layer: "MTPLayer"):
         self.layer, self.gate = layer, None
 
-    def rotated(self, heads: torch.Tensor, rope: Sequence[torch.Tensor]) -> torch.Tensor:
+    def rotated(self, heads: Tensor, rope: Sequence[Tensor]) -> Tensor:
         "[heads, N, D] at its positions, in the way of the family."
         if not self.layer.rotates:
             return heads
@@ -51,20 +51,18 @@ class Projections:
             heads = pairs_to_halves(heads, rope[0].shape[-1])
         return rotate(heads, rope)
 
-    def heads(self, x: torch.Tensor, norm: str) -> torch.Tensor:
+    def heads(self, x: Tensor, norm: str) -> Tensor:
         "[N, heads · D] -> [heads, N, D], normed where the family has that norm."
         heads = x.unflatten(-1, (-1, self.layer.d))
         normalise = getattr(self.layer.self_attn, norm, None)
         return (heads if normalise is None else normalise(heads)).transpose(-3, -2)
 
     @compiled_in_training
-    def rotated_heads(
-        self, x: torch.Tensor, rope: Sequence[torch.Tensor], norm: str
-    ) -> torch.Tensor:
+    def rotated_heads(self, x: Tensor, rope: Sequence[Tensor], norm: str) -> Tensor:
         "[N, heads · D] -> [heads, N, D], normed and at its positions."
         return self.rotated(self.heads(x, norm), rope)
 
-    def query(self, x: torch.Tensor, rope: Sequence[torch.Tensor]) -> torch.Tensor:
+    def query(self, x: Tensor, rope: Sequence[Tensor]) -> Tensor:
         "Rotated queries: [N, H] -> [Hq, N, D]."
         q = self.layer.self_attn.q_proj(x)
         if self.layer.gated:
@@ -72,9 +70,7 @@ class Projections:
             q, self.gate = q.flatten(-2), torch.sigmoid(gate.flatten(-2))
         return self.rotated_heads(q, rope, "q_norm")
 
-    def key_value(
-        self, x: torch.Tensor, rope: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def key_value(self, x: Tensor, rope: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         "Rotated keys, and values: [N, H] -> two of [Hkv, N, D]."
         keys = self.rotated_heads(self.layer.self_attn.k_proj(x), rope, "k_norm")
         return keys, self.heads(self.layer.self_attn.v_proj(x), "no norm")
@@ -83,7 +79,7 @@ class Projections:
 class LatentProjections(Projections):
     "Queries, keys and values of multi-head latent attention (DeepSeek-V3, GLM-4.7, LongCat)."
 
-    def query(self, x: torch.Tensor, rope: Sequence[torch.Tensor]) -> torch.Tensor:
+    def query(self, x: Tensor, rope: Sequence[Tensor]) -> Tensor:
         "Rotated queries, the rotated part first: [N, H] -> [Hq, N, D]."
         attention, d = self.layer.self_attn, self.layer.d
         if getattr(attention, "q_lora_rank", None) is None:
@@ -96,9 +92,7 @@ class LatentProjections(Projections):
         scale = attention.scaling * d**0.5 * getattr(attention, "mla_scale_q_lora", 1.0)
         return self.rotated(torch.cat([turned, plain], -1), rope) * scale
 
-    def key_value(
-        self, x: torch.Tensor, rope: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def key_value(self, x: Tensor, rope: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         "Rotated keys, the rotated part first, and filled values: [N, H] -> two of [Hq, N, D]."
         attention, v_dim = self.layer.self_attn, self.layer.v_dim
         latent, turned = attention.kv_a_proj_with_mqa(x).split(
@@ -149,32 +143,32 @@ class MTPLayer(GradientCheckpointingLayer):
             )
 
     @compiled_in_training
-    def normed(self, place: int, x: torch.Tensor) -> torch.Tensor:
+    def normed(self, place: int, x: Tensor) -> Tensor:
         "The family's norm at one of four places: before and after attention, and the MLP."
         name = self.family.norms[place]
         return x if name is None else getattr(self, name)(x)
 
     @compiled_in_training
-    def normed_pair(self, hidden: torch.Tensor, embeds: torch.Tensor) -> torch.Tensor:
+    def normed_pair(self, hidden: Tensor, embeds: Tensor) -> Tensor:
         "State [N, H] and embedding [N, H] of the token that follows, normed -> [N, 2H]."
         both = self.token_layernorm(embeds), self.hidden_layernorm(hidden)
         return torch.cat(both[::-1] if self.family.hidden_first else both, -1)
 
     @compiled_in_training
-    def head_normed(self, x: torch.Tensor) -> torch.Tensor:  # [N, H] -> [N, H]
+    def head_normed(self, x: Tensor) -> Tensor:  # [N, H] -> [N, H]
         "The norm in front of the head."
         return self.final_layernorm(x)
 
-    def head_states(self, carried: torch.Tensor) -> torch.Tensor:  # [N, H] -> [N, H]
+    def head_states(self, carried: Tensor) -> Tensor:  # [N, H] -> [N, H]
         "What the head reads, of what the next step reads."
         return self.head_normed(carried) if self.family.carries_plain else carried
 
     def forward(
         self,
-        hidden: torch.Tensor,  # [N, H] the verifier's state, or what the step before passed on
-        attend: Callable[[Projections, torch.Tensor], torch.Tensor],  # see `DecoderLayer`
-        embeds: torch.Tensor,  # [N, H] of the token that follows
-        rows: torch.Tensor | None = None,  # [M] int64: only these are computed; None: all
+        hidden: Tensor,  # [N, H] the verifier's state, or what the step before passed on
+        attend: Callable[[Projections, Tensor], Tensor],  # see `DecoderLayer`
+        embeds: Tensor,  # [N, H] of the token that follows
+        rows: Tensor | None = None,  # [M] int64: only these are computed; None: all
     ) -> StepOutput:  # of [M or N, H]
         "Attention with its gate, residual, MLP, final norm."
         residual = self.input_proj(self.normed_pair(hidden, embeds))

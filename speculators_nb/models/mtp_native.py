@@ -20,7 +20,8 @@ from ..core.provenance import write_provenance
 from ..nn.target_head import text_config, verifier_config
 from ..verifier.folders import new_folder
 from .base import SpeculatorModel
-from .formats import NativeCheckpoint, NativeFormat, Target, register_format
+from .draft_network import misfits
+from .formats import FieldsAndTensors, Folder, NativeCheckpoint, NativeFormat, Target, Tensors, register_format
 from .mtp_families import FAMILIES, from_native, head_stem, to_native
 
 # A mixture of experts is stored with a tensor for each projection of each expert (most families) or stacked (Qwen3.5),
@@ -31,10 +32,7 @@ EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weigh
 PROJECTIONS = "gate_proj", "up_proj", "down_proj"
 
 
-def stacked(
-    block: str,  # name of the block of experts, for messages
-    parts: dict[tuple[int, str], torch.Tensor],  # (expert, projection) -> tensor
-) -> dict[str, torch.Tensor]:  # gate_up_proj [E, 2I, H], or up_proj; down_proj [E, H, I]
+def stacked(block: str, parts: dict[tuple[int, str], torch.Tensor]) -> Tensors:  # parts: (expert, projection) -> tensor
     "Stack the experts of one block. Errors: ValueError naming those that are missing."
     experts = range(1 + max(expert for expert, _ in parts))
     gated = any(projection == "gate_proj" for _, projection in parts)
@@ -58,12 +56,10 @@ def stacked(
     return {f"{block}.gate_up_proj": torch.stack(gate_up)} | down
 
 
-def fuse_experts(
-    tensors: dict[str, torch.Tensor],  # each expert by itself, or all stacked already
-) -> dict[str, torch.Tensor]:  # gate_up_proj [E, 2I, H] and down_proj [E, H, I] of each block
-    """Stack a mixture's experts as transformers stores them. Errors: ValueError naming an
-    expert or a projection that is missing."""
-    fused: dict[str, torch.Tensor] = {}
+def fuse_experts(tensors: Tensors) -> Tensors:  # each by itself, or all stacked already
+    """Stack a mixture's experts as transformers stores them: gate_up_proj [E, 2I, H] and down_proj [E, H, I]. Errors:
+    ValueError naming an expert or a projection that is missing."""
+    fused: Tensors = {}
     blocks: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
     for name, tensor in tensors.items():
         found = EXPERT.fullmatch(name)
@@ -77,11 +73,9 @@ def fuse_experts(
     return fused
 
 
-def split_experts(
-    tensors: dict[str, torch.Tensor],  # stacked
-) -> dict[str, torch.Tensor]:  # one tensor for each projection of each expert
+def split_experts(tensors: Tensors) -> Tensors:  # stacked
     "Each expert by itself, as Qwen3-Next's checkpoints store them."
-    split: dict[str, torch.Tensor] = {}
+    split: Tensors = {}
     for name, tensor in tensors.items():
         block, _, part = name.rpartition(".")
         if not block.endswith(".experts"):
@@ -97,19 +91,13 @@ def split_experts(
     return split
 
 
-def ours_of(
-    tensors: dict[str, torch.Tensor],  # under the verifier's names
-    config: PretrainedConfig,  # of its language model
-) -> dict[str, torch.Tensor]:  # mtp_layers.0.*
+def ours_of(tensors: Tensors, config: PretrainedConfig) -> Tensors:  # under the verifier's names -> mtp_layers.0.*
     "A native head under our names, its experts stacked."
     ours = {from_native(name, config): tensor for name, tensor in tensors.items()}
     return fuse_experts({name: tensor for name, tensor in ours.items() if name})
 
 
-def native_head(
-    verifier: str | os.PathLike,  # folder or hub id
-    config: PretrainedConfig,  # of its language model
-) -> dict[str, torch.Tensor]:  # under the verifier's names, as stored; {} where there is none
+def native_head(verifier: str | os.PathLike, config: PretrainedConfig) -> Tensors:  # as stored; {}: there is none
     """A verifier's own MTP head; nothing else is read. Copies of embedding and head are left
     out. Errors: ValueError for a family without a record, or a head of several layers."""
     stem = head_stem(config)
@@ -118,15 +106,13 @@ def native_head(
         for name, file in checkpoint_index(verifier).items()
         if name.startswith(stem) and from_native(name, config)
     }
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: Tensors = {}
     for file in sorted(set(file_of.values())):
         tensors |= load_tensors(file, [name for name in file_of if file_of[name] == file])
     return tensors
 
 
-def extract_mtp(
-    verifier: str | os.PathLike,  # folder or hub id
-) -> dict[str, torch.Tensor]:  # our names; as they are stored
+def extract_mtp(verifier: str | os.PathLike) -> Tensors:  # our names; as stored
     "A verifier's own MTP head; nothing else is read. Errors: ValueError where it has none, naming the remedy."
     config = text_config(verifier_config(verifier))
     head = native_head(verifier, config)
@@ -139,30 +125,14 @@ def extract_mtp(
     return ours_of(head, config)
 
 
-def check_head(
-    head: dict[str, torch.Tensor],  # of the drafter
-    expected: dict[str, torch.Tensor],  # names, shapes and kinds of numbers
-    drafter: str | os.PathLike,  # for messages
-    verifier: str | os.PathLike,  # for messages
-):
+def check_head(head: Tensors, expected: Tensors, drafter: str | os.PathLike, verifier: str | os.PathLike):
     "Errors: ValueError naming what keeps a head from replacing the verifier's."
-    common = sorted(head.keys() & expected.keys())
-    faults = {
-        "lacks": sorted(expected.keys() - head.keys()),
-        "has in addition": sorted(head.keys() - expected.keys()),
-        "has misshapen": [
-            f"{name} {tuple(head[name].shape)} instead of {tuple(expected[name].shape)}"
-            for name in common
-            if head[name].shape != expected[name].shape
-        ],
-    }
-    for fault, names in faults.items():
-        if names:
-            raise ValueError(
-                f"drafter {str(drafter)!r} {fault} {', '.join(names[:4])}{' …' if names[4:] else ''}: it was trained "
-                f"for another verifier than {str(verifier)!r}"
-            )
-    problems = [tensor_problem(name, head[name], expected[name]) for name in common]
+    for fault, names in misfits(expected, head).items():
+        raise ValueError(
+            f"drafter {str(drafter)!r} {fault} {', '.join(names[:4])}{' …' if names[4:] else ''}: it was trained "
+            f"for another verifier than {str(verifier)!r}"
+        )
+    problems = [tensor_problem(name, head[name], expected[name]) for name in sorted(head)]
     wrong = [problem for problem in problems if problem]
     if wrong:
         raise ValueError(
@@ -174,17 +144,17 @@ def check_head(
 class Splice(NamedTuple):
     "A trained head that replaces or joins what a verifier's checkpoint has."
 
-    head: dict[str, torch.Tensor]  # the verifier's names and dtypes
+    head: Tensors  # the verifier's names and dtypes
     file_of: dict[str, Path]  # name -> file of the verifier's folder, or a new one
     is_new: bool  # whether the verifier had no head
 
 
 def prepare_splice(
     config: SpeculatorModelConfig,  # of the drafter
-    head: dict[str, torch.Tensor],  # our names
+    head: Tensors,  # our names
     source: Path,  # the verifier's folder
-    drafter: str | os.PathLike,  # for messages
-    verifier: str | os.PathLike,  # for messages
+    drafter: Folder,  # for messages
+    verifier: Folder,  # for messages
 ) -> Splice:
     "Check a head against a verifier, and bring it into the verifier's layout and dtype."
     layer, index = text_config(verifier_config(source)), checkpoint_index(source)
@@ -219,11 +189,7 @@ def prepare_splice(
     return Splice(cast, dict.fromkeys(head, home), True)
 
 
-def copy_entry(
-    source: Path,  # a file or folder
-    target: Path,  # must not exist
-    link: bool,  # whether to hard-link a file instead, where the file system can
-):
+def copy_entry(source: Path, target: Path, link: bool):  # both files or folders
     "Copy a part of a foreign folder. Errors: ValueError for a link that leads out of it."
     if source.is_dir():
         for entry in source.rglob("*"):
@@ -239,10 +205,7 @@ def copy_entry(
     shutil.copy2(source, target)
 
 
-def write_spliced_files(
-    splice: Splice,
-    folder: Path,  # of the new checkpoint
-):
+def write_spliced_files(splice: Splice, folder: Path):  # of the new checkpoint
     "Write the weight files that have a part of the head, with all that is in them."
     for file in set(splice.file_of.values()):
         tensors = {name: w for name, w in splice.head.items() if splice.file_of[name] == file}
@@ -254,10 +217,7 @@ def write_spliced_files(
         save_tensors(tensors, folder / file.name, metadata)
 
 
-def rewrite_json(
-    file: Path,
-    change: Callable[[dict], Any],  # changes the content in place
-):
+def rewrite_json(file: Path, change: Callable[[dict], Any]):  # in place
     "Replace a JSON file by a changed one; the old file may be a link, and stays as it is."
     content = json.loads(file.read_text(encoding="utf-8"))
     change(content)
@@ -265,11 +225,7 @@ def rewrite_json(
         new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def announce_head(
-    folder: Path,  # the new checkpoint
-    splice: Splice,
-    family: str,  # `model_type` of the verifier
-):
+def announce_head(folder: Path, splice: Splice, family: str):  # `model_type` of the verifier
     "Enter a head that is new to a checkpoint in its index and its config.json."
     index_file = folder / "model.safetensors.index.json"
     of_qwen3_5 = family in ("qwen3_5_text", "qwen3_5_moe_text")
@@ -297,9 +253,9 @@ def announce_head(
 def stitch_into(
     folder: Path,  # there and empty
     config: SpeculatorModelConfig,  # of the drafter
-    tensors: dict[str, torch.Tensor],  # of the drafter, our names
-    verifier: str | os.PathLike,  # folder or hub id
-    drafter: str | os.PathLike,  # for messages
+    tensors: Tensors,  # of the drafter, our names
+    verifier: Folder,  # folder or hub id
+    drafter: Folder,  # for messages
     link: bool = False,  # as in `stitch_mtp`
 ):
     "Fill a folder with the verifier and this head."
@@ -331,7 +287,7 @@ def stitch_mtp(
             f"drafter {str(drafter)!r} is of type {config.speculators_model_type!r}; only an "
             "MTP head is a part of its verifier"
         )
-    tensors: dict[str, torch.Tensor] = {}
+    tensors: Tensors = {}
     for file in sorted(set(checkpoint_index(checkpoint).values())):
         tensors |= load_tensors(file)
     with atomic_folder(out, replace=False) as folder:
@@ -341,10 +297,7 @@ def stitch_mtp(
     return out
 
 
-def read_head(
-    native: NativeCheckpoint,  # a verifier's checkpoint, or what is left of one
-    target: Target,  # the verifier
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:  # our config's fields; our name -> tensor
+def read_head(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     "Read a native head as a drafter of its own; of a sharded verifier nothing else is read."
     raw = native.config.get("text_config") or native.config
     layer = layer_config_from_dict(raw) if "model_type" in raw else target.config
@@ -352,10 +305,7 @@ def read_head(
     return fields, ours_of(native.tensors(head_stem(layer)), layer)
 
 
-def has_head(
-    config: dict[str, Any],  # a config.json
-    names: Collection[str],  # of the tensors
-) -> bool:
+def has_head(config: dict[str, Any], names: Collection[str]) -> bool:
     "Whether a checkpoint holds a native head: by its family's names, or by `mtp.`"
     raw = config.get("text_config") or config
     stem = "mtp."
@@ -364,12 +314,7 @@ def has_head(
     return any(name.startswith(stem) for name in names)
 
 
-def write_head(
-    config: SpeculatorModelConfig,  # of an MTP head
-    tensors: dict[str, torch.Tensor],  # our names
-    folder: Path,  # there and empty
-    target: Target | None = None,  # the verifier that gets the head
-):
+def write_head(config: SpeculatorModelConfig, tensors: Tensors, folder: Path, target: Target | None = None):
     "Write the whole verifier with this head, as `stitch_mtp` does."
     if target is None:
         raise ValueError(

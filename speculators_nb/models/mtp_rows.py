@@ -10,6 +10,7 @@ __all__ = ['MTPSpeculatorConfig', 'documents_of', 'mtp_supervision', 'upstream_r
 from dataclasses import field
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 from transformers import Qwen2Config
 
@@ -76,19 +77,17 @@ class MTPSpeculatorConfig(SpeculatorModelConfig):
         return steps
 
 # %% ../../nbs/models/15_mtp_rows.ipynb #d4123414
-def documents_of(
-    position_ids: torch.Tensor,  # [L], restart at each document
-) -> torch.Tensor:  # [L] 0, 1, ...
+def documents_of(position_ids: Tensor) -> Tensor:  # [L] -> [L] 0, 1, ...
     "Another document begins where positions do not continue."
     return F.pad((position_ids[1:] != position_ids[:-1] + 1).long(), (1, 0)).cumsum(0)
 
 
 def mtp_supervision(
-    loss_mask: torch.Tensor,  # [L] bool
-    document_ids: torch.Tensor,  # [L], -1 padding
+    loss_mask: Tensor,  # [L] bool
+    document_ids: Tensor,  # [L], -1 padding
     steps: int,  # K
     cross_document: bool = False,  # True: as upstream, across documents, without the last rows
-) -> torch.Tensor:  # [K, L] bool: row t carries loss at step s, where its target is token t+2+s
+) -> Tensor:  # [K, L] bool: row t carries loss at step s, where its target is token t+2+s
     "Rows that carry loss at each step."
     supervised = ttt_supervision(loss_mask, document_ids, steps + 2, cross_document)[2:]
     if cross_document:
@@ -103,9 +102,9 @@ def upstream_rows(length: int, steps: int) -> int:  # L, K -> rows of upstream's
 
 
 def prefix_rows(
-    supervised: torch.Tensor,  # [K, L] bool
-    document_ids: torch.Tensor,  # [L]
-) -> torch.Tensor:  # [K, L] bool
+    supervised: Tensor,  # [K, L] bool
+    document_ids: Tensor,  # [L]
+) -> Tensor:  # [K, L] bool
     """Rows that must be computed at a step: each document up to its last row that carries loss
     in that step or later, because these attend to all before them."""
     later = supervised.int().flip(0).cummax(0).values.flip(0).bool()

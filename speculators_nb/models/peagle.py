@@ -4,16 +4,15 @@
 
 # %% auto #0
 __all__ = ['PEAGLE_RULES', 'PEagleSpeculatorConfig', 'check_given', 'plan_of', 'depth_metrics', 'PEagleDrafter',
-           'mask_token_written', 'no_norm_of_each_feature', 'window_holds_rollout', 'PEagleDraftModel']
+           'no_norm_of_each_feature', 'window_holds_rollout', 'PEagleDraftModel']
 
 # %% ../../nbs/models/08_peagle.ipynb #d0cc853c
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import PretrainedConfig
 
 from ..core.config import SpeculatorModelConfig
 from .base import ForwardOutput, SpeculatorModel
@@ -33,11 +32,10 @@ from speculators_nb.models.peagle_rollouts import (
     plan_rollouts,
 )
 from speculators_nb.models.serving_rules import (
-    LAYER,
     Rule,
     first_proposal,
-    layer_of,
-    layer_types_of,
+    short_window,
+    written,
 )
 from ..nn.attention import attention as masked_attention
 from ..nn.compiled import attention_back_end, to_device
@@ -73,8 +71,8 @@ class PEagleSpeculatorConfig(Eagle3SpeculatorConfig):
 
 # %% ../../nbs/models/08_peagle.ipynb #266cac5b
 def check_given(
-    anchor: torch.Tensor,  # [T]
-    depth: torch.Tensor | None,  # [T]
+    anchor: Tensor,  # [T]
+    depth: Tensor | None,  # [T]
     length: int,  # L
     num_depths: int,  # K
 ) -> Rollouts:
@@ -95,8 +93,8 @@ def check_given(
 
 def plan_of(
     given: Rollouts,
-    document_ids: torch.Tensor,  # [L]
-    loss_mask: torch.Tensor,  # [L] bool
+    document_ids: Tensor,  # [L]
+    loss_mask: Tensor,  # [L] bool
 ) -> RolloutPlan:
     "The plan of some rollouts. Errors: ValueError unless each holds the depths 0, 1, ... m-1."
     sizes = torch.bincount(given.anchor, minlength=len(document_ids))
@@ -113,9 +111,9 @@ def depth_metrics(
     out: HeadLoss,
     entries: Supervised,  # the N rows of `out`; the step is the depth
     mixture: dict[str, float],  # loss name -> weight
-    total: torch.Tensor,  # [] how many rows are scored
+    total: Tensor,  # [] how many rows are scored
     upstream: bool,  # losses as means over the batch, with total 1
-) -> dict[str, torch.Tensor]:  # sums and totals
+) -> dict[str, Tensor]:  # sums and totals
     "Losses weighted by their rows, accuracies and acceptance by depth."
     count, zero = torch.ones_like(total) if upstream else total, torch.zeros_like(total)
     losses = {"loss": sum((w * out.rows[name] for name, w in mixture.items()), zero)}
@@ -133,12 +131,7 @@ def depth_metrics(
 class PEagleDrafter(SlotDrafter, Eagle3Drafter):
     "Drafts k tokens in one forward pass. The cache holds decided positions only."
 
-    def slots(
-        self,
-        tokens: torch.Tensor,  # [n] decided tokens
-        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        k: int,  # tokens wanted
-    ) -> torch.Tensor:  # [k, Vd]
+    def slots(self, tokens: Tensor, features: Tensor, k: int) -> Tensor:  # [k, Vd]
         "The new decided rows, then k-1 masks at the positions that follow."
         model, n = self.model, len(tokens)
         length = n + k - 2  # of a training row, counted from 0
@@ -152,21 +145,7 @@ class PEagleDrafter(SlotDrafter, Eagle3Drafter):
         return self.logits(states)
 
 # %% ../../nbs/models/08_peagle.ipynb #01b93b48
-def mask_token_written(
-    raw: dict[str, Any], verifier: PretrainedConfig | None = None
-) -> list[str]:
-    "vLLM needs the token that fills unknown positions."
-    if raw.get("mask_token_id") is not None:
-        return []
-    return [
-        "mask_token_id is not written; vLLM drafts in parallel only with the token "
-        "that fills unknown positions"
-    ]
-
-
-def no_norm_of_each_feature(
-    raw: dict[str, Any], verifier: PretrainedConfig | None = None
-) -> list[str]:
+def no_norm_of_each_feature(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     "vLLM has one norm or none for P-EAGLE."
     if not raw.get("fc_norm"):
         return []
@@ -176,24 +155,20 @@ def no_norm_of_each_feature(
     ]
 
 
-def window_holds_rollout(
-    raw: dict[str, Any], verifier: PretrainedConfig | None = None
-) -> list[str]:
+def window_holds_rollout(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     "A sliding layer reaches all of a rollout."
     k = first_proposal(raw).get("speculative_tokens") or 1
-    window = layer_of(raw).get("sliding_window")
-    slides = "sliding_attention" in layer_types_of(raw)
-    if not slides or not isinstance(window, int) or window >= k:
-        return []
-    return [
-        f"{LAYER}.sliding_window is {window}, less than the {k} tokens drafted; vLLM then "
-        "hides a rollout's own first positions"
-    ]
+    why = "tokens drafted; vLLM then hides a rollout's own first positions"
+    return short_window(raw, k, f"{k} {why}")
 
 
 PEAGLE_RULES: tuple[Rule, ...] = (
     *EAGLE3_RULES,
-    mask_token_written,
+    written(
+        "mask_token_id",
+        why="vLLM drafts in parallel only with the token that fills unknown positions",
+        none_counts=False,
+    ),
     no_norm_of_each_feature,
     window_holds_rollout,
 )
@@ -228,13 +203,13 @@ class PEagleDraftModel(Eagle3DraftModel):
 
     def dense_rollouts(
         self,
-        input_ids: torch.Tensor,  # [L]
-        hidden_states: torch.Tensor,  # [L, A·H] of the verifier
-        document_ids: torch.Tensor,  # [L]; this and the next two on the CPU
-        anchor_pos: torch.Tensor,  # [T]
-        depth: torch.Tensor,  # [T]
+        input_ids: Tensor,  # [L]
+        hidden_states: Tensor,  # [L, A·H] of the verifier
+        document_ids: Tensor,  # [L]; this and the next two on the CPU
+        anchor_pos: Tensor,  # [T]
+        depth: Tensor,  # [T]
         impl: str = "sdpa",  # of `nn.attention.attention`
-    ) -> torch.Tensor:  # [T, H], normed
+    ) -> Tensor:  # [T, H], normed
         "The definition: all rows over all rows under the `rollouts` mask."
         masks = {
             layer.window: rollouts(
@@ -261,12 +236,12 @@ class PEagleDraftModel(Eagle3DraftModel):
 
     def rollout_hidden(
         self,
-        input_ids: torch.Tensor,  # [L]
-        hidden_states: torch.Tensor,  # [L, A·H] of the verifier
-        document_ids: torch.Tensor,  # [L]; this and the plan on the CPU
+        input_ids: Tensor,  # [L]
+        hidden_states: Tensor,  # [L, A·H] of the verifier
+        document_ids: Tensor,  # [L]; this and the plan on the CPU
         plan: RolloutPlan,
         impl: str = "blocked",  # of `block_attention`
-    ) -> torch.Tensor:  # [T', H] normed hidden states of the plan's rows after segment 0
+    ) -> Tensor:  # [T', H] normed hidden states of the plan's rows after segment 0
         "Every token is read once, the mask once; the last layer computes scored rows alone."
         device = input_ids.device
         place = (document_ids >= 0).cumsum(0) - 1
@@ -326,15 +301,15 @@ class PEagleDraftModel(Eagle3DraftModel):
 
     def states_and_rows(
         self,
-        input_ids: torch.Tensor,  # [L]
-        hidden_states: torch.Tensor,  # [L, A·H] of the verifier
-        document_ids: torch.Tensor,  # [L]; this and the next two on the CPU
-        loss_mask: torch.Tensor,  # [L]
+        input_ids: Tensor,  # [L]
+        hidden_states: Tensor,  # [L, A·H] of the verifier
+        document_ids: Tensor,  # [L]; this and the next two on the CPU
+        loss_mask: Tensor,  # [L]
         given: Rollouts,
         upstream: bool,  # rollouts may cross documents, and begin before the row
         lean: bool,
         attn_impl: str | None,
-    ) -> tuple[torch.Tensor, Rollouts]:  # normed hidden states [T', H], and their rollouts
+    ) -> tuple[Tensor, Rollouts]:  # normed hidden states [T', H], and their rollouts
         "The hidden states of the rows that can be scored."
         anchor, depth = given
         if not upstream:
@@ -359,15 +334,15 @@ class PEagleDraftModel(Eagle3DraftModel):
 
     def forward(
         self,
-        input_ids: torch.Tensor,  # [1, L] token x_{i+1}
-        hidden_states: torch.Tensor,  # [1, L, A·H] features g_i
-        document_ids: torch.Tensor,  # [1, L], -1 padding
-        loss_mask: torch.Tensor | None = None,  # [1, L]; None: all that are not padding
+        input_ids: Tensor,  # [1, L] token x_{i+1}
+        hidden_states: Tensor,  # [1, L, A·H] features g_i
+        document_ids: Tensor,  # [1, L], -1 padding
+        loss_mask: Tensor | None = None,  # [1, L]; None: all that are not padding
         # [1, L, H] after x_{i+1}, before the final norm; the loss needs them
-        verifier_last_hidden_states: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,  # unused: rotary positions are the row's
-        cod_anchor_pos: torch.Tensor | None = None,  # [T] rollouts to train, not sampled ones
-        cod_depth: torch.Tensor | None = None,  # [T]
+        verifier_last_hidden_states: Tensor | None = None,
+        position_ids: Tensor | None = None,  # unused: rotary positions are the row's
+        cod_anchor_pos: Tensor | None = None,  # [T] rollouts to train, not sampled ones
+        cod_depth: Tensor | None = None,  # [T]
         generator: torch.Generator | None = None,  # of the sample, on CPU; None: `generator`
         seed: int = 0,  # of the sample in evaluation
         lean: bool = True,  # False: the dense definition
@@ -437,9 +412,7 @@ class PEagleDraftModel(Eagle3DraftModel):
         return ForwardOutput(None, out.loss, metrics)
 
     @classmethod
-    def verifier_fields(
-        cls, layer: PretrainedConfig, verifier: str, arguments: dict[str, Any]
-    ) -> dict[str, Any]:
+    def verifier_fields(cls, layer, verifier, arguments):
         "The layers that are read, and the mask token."
         fields = super().verifier_fields(layer, verifier, arguments)
         token = resolve_mask_token(verifier, layer.vocab_size, arguments["mask_token_id"])
@@ -447,7 +420,7 @@ class PEagleDraftModel(Eagle3DraftModel):
 
     def training_mask(
         self,
-        batch: dict[str, torch.Tensor],  # a packed Batch
+        batch: dict[str, Tensor],  # a packed Batch
         num_depths: int | None = None,  # the next four as in `forward`
         down_sample_ratio: float | None = None,
         down_sample_ratio_min: float | None = None,

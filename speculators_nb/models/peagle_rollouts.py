@@ -11,6 +11,7 @@ __all__ = ['Rollouts', 'check_sampling', 'cod_sample', 'RolloutPlan', 'plan_roll
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from ..nn.attention import attention, block_attention
@@ -22,8 +23,8 @@ from ..nn.masks import Mask, anchored_blocks, slot_window
 class Rollouts(NamedTuple):
     "Rows of a training step: each predicts anchor + depth, attending to the text up to anchor."
 
-    anchor: torch.Tensor  # [T] int64
-    depth: torch.Tensor  # [T] int64
+    anchor: Tensor  # [T] int64
+    depth: Tensor  # [T] int64
 
 
 def check_sampling(
@@ -43,8 +44,8 @@ def check_sampling(
 
 # %% ../../nbs/models/07_peagle_rollouts.ipynb #ae9745dd
 def cod_sample(
-    loss_mask: torch.Tensor,  # [L] or [1, L] bool
-    document_ids: torch.Tensor,  # the same shape; -1 is padding
+    loss_mask: Tensor,  # [L] or [1, L] bool
+    document_ids: Tensor,  # the same shape; -1 is padding
     num_depths: int = 8,  # K
     down_sample_ratio: float = 0.7,  # r: depth d keeps about r^d of the trained positions
     down_sample_ratio_min: float = 0.2,  # but not less than this share
@@ -85,16 +86,16 @@ def cod_sample(
 class RolloutPlan(NamedTuple):
     "Rows of a training step, rollouts of equal length side by side."
 
-    anchor: torch.Tensor  # [T] position that a row's rollout starts from
-    depth: torch.Tensor  # [T]
+    anchor: Tensor  # [T] position that a row's rollout starts from
+    depth: Tensor  # [T]
     segments: list[
         tuple[int, int, int]
     ]  # (a, b, m): rows a:b, rollouts of m depths by anchor; the first: only keys
-    order: torch.Tensor  # [N] anchors in row order, each once
-    source: torch.Tensor  # [T] index into `order`, N where the row reads the mask
-    base: torch.Tensor  # [N] the rows of depth 0, anchors ascending
-    keys: torch.Tensor  # [T] rows in the order of `masks.rollouts`: `base`, then by anchor
-    place: torch.Tensor  # [T] of each row among `keys`
+    order: Tensor  # [N] anchors in row order, each once
+    source: Tensor  # [T] index into `order`, N where the row reads the mask
+    base: Tensor  # [N] the rows of depth 0, anchors ascending
+    keys: Tensor  # [T] rows in the order of `masks.rollouts`: `base`, then by anchor
+    place: Tensor  # [T] of each row among `keys`
 
     def to(self, device: torch.device) -> "RolloutPlan":
         "The same tensors on a device."
@@ -103,8 +104,8 @@ class RolloutPlan(NamedTuple):
 
 
 def plan_rollouts(
-    sizes: torch.Tensor,  # [L] int64: depths at each position, 0 for padding
-    scored: torch.Tensor,  # [L] bool: positions whose depth 0 is looked at by a loss
+    sizes: Tensor,  # [L] int64: depths at each position, 0 for padding
+    scored: Tensor,  # [L] bool: positions whose depth 0 is looked at by a loss
 ) -> RolloutPlan:
     "Sort rollouts by their number of depths, so that each group is one rectangular attention."
     single = sizes == 1
@@ -128,8 +129,8 @@ def plan_rollouts(
 
 # %% ../../nbs/models/07_peagle_rollouts.ipynb #pegflx01
 def segment_mask(
-    anchors: torch.Tensor,  # [A] of rollouts with the same number of depths
-    document_ids: torch.Tensor,  # [L]
+    anchors: Tensor,  # [A] of rollouts with the same number of depths
+    document_ids: Tensor,  # [L]
     depths: int,
     window: int | None,  # of a sliding layer
 ) -> Mask:  # A·depths queries, L + A·depths keys
@@ -141,12 +142,12 @@ def segment_mask(
 
 
 def at_once(
-    queries: torch.Tensor,  # [Hq, N, D]
-    keys: torch.Tensor,  # [Hkv, T, D] in the order of the plan
-    values: torch.Tensor,  # [Hkv, T, D]
+    queries: Tensor,  # [Hq, N, D]
+    keys: Tensor,  # [Hkv, T, D] in the order of the plan
+    values: Tensor,  # [Hkv, T, D]
     plan: RolloutPlan,
     mask: Mask,  # `masks.rollouts` for these queries
-) -> torch.Tensor:  # [Hq, N, D]
+) -> Tensor:  # [Hq, N, D]
     "All rollouts in one call of flex attention."
     keys, values = keys[:, plan.keys], values[:, plan.keys]
     return attention(queries[None], keys[None], values[None], mask, "flex")[0]
@@ -156,9 +157,9 @@ class RolloutAttention(NamedTuple):
     "Attention of a plan's rows, for `DecoderLayer.forward`."
 
     plan: RolloutPlan
-    rope: tuple[torch.Tensor, torch.Tensor]  # cos, sin [T, R]
-    document_ids: torch.Tensor  # [N] of the real positions
-    place: torch.Tensor  # [L] position -> its place among the real ones
+    rope: tuple[Tensor, Tensor]  # cos, sin [T, R]
+    document_ids: Tensor  # [N] of the real positions
+    place: Tensor  # [L] position -> its place among the real ones
     impl: str  # of `block_attention`
     masks: dict  # window -> `masks.rollouts` of all rows, for flex
     queries: dict  # skip -> the rows after it, as queries of these masks
@@ -189,12 +190,12 @@ class RolloutAttention(NamedTuple):
 
     def of_segments(
         self,
-        queries: torch.Tensor,  # [Hq, T - skip, D]
-        keys: torch.Tensor,  # [Hkv, T, D]
-        values: torch.Tensor,  # [Hkv, T, D]
+        queries: Tensor,  # [Hq, T - skip, D]
+        keys: Tensor,  # [Hkv, T, D]
+        values: Tensor,  # [Hkv, T, D]
         skip: int,  # rows that are only keys
         window: int | None,  # of a sliding layer
-    ) -> torch.Tensor:  # [Hq, T - skip, D]
+    ) -> Tensor:  # [Hq, T - skip, D]
         "Each rollout over the text up to its anchor, and over its own depths."
         if self.impl == "flex":
             rows = self.queries.setdefault(skip, self.plan.place[skip:])

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModel, Gemma4TextConfig, PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -27,7 +27,7 @@ from ..core.config import LayerConfig, SpeculatorModelConfig
 from ..core.options import RULES, whole
 from .base import ForwardOutput, SpeculatorModel
 from .drafting import ChainDrafter, deepest_proposal
-from .formats import format_named
+from .formats import save_native
 from .serving_rules import own_layout
 from .training_time_test import step_metrics
 from ..nn.attention import attention, prefix_attention
@@ -126,9 +126,9 @@ class KeyLayer(nn.Module):
 
     def forward(
         self,
-        states: torch.Tensor,  # [N, H] that enter the layer
-        rope: tuple[torch.Tensor, torch.Tensor],  # cos, sin [N, R] at their positions
-    ) -> tuple[torch.Tensor, torch.Tensor]:  # two of [Hkv, N, d]
+        states: Tensor,  # [N, H] that enter the layer
+        rope: tuple[Tensor, Tensor],  # cos, sin [N, R] at their positions
+    ) -> tuple[Tensor, Tensor]:  # two of [Hkv, N, d]
         "The verifier's own keys, rotated, and values."
         parts, x = self.self_attn, self.input_layernorm(states)
         keys = parts["k_proj"](x).unflatten(-1, (-1, self.head_dim))
@@ -174,10 +174,10 @@ class QueryLayer(GradientCheckpointingLayer):
 
     def forward(
         self,
-        hidden: torch.Tensor,  # [N, D]
-        rope: tuple[torch.Tensor, torch.Tensor],  # cos, sin [N, R]
-        attend: Callable[[torch.Tensor], torch.Tensor],  # queries -> heads, both [Hq, N, d]
-    ) -> torch.Tensor:  # [N, D]
+        hidden: Tensor,  # [N, D]
+        rope: tuple[Tensor, Tensor],  # cos, sin [N, R]
+        attend: Callable[[Tensor], Tensor],  # queries -> heads, both [Hq, N, d]
+    ) -> Tensor:  # [N, D]
         "Attention to the verifier's keys, then the MLP."
         attention = self.self_attn
         queries = attention["q_proj"](self.input_layernorm(hidden)).unflatten(-1, (-1, self.d))
@@ -288,11 +288,7 @@ class QueryOnlyDrafter(ChainDrafter):
         layers = (*model.target_layer_ids, model.verifier_layers)
         super().__init__(model, layers, deepest_proposal(model.config.speculators_config))
 
-    def read(
-        self,
-        tokens: torch.Tensor,  # [n] decided
-        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-    ) -> torch.Tensor:  # [1, D] behind the last token
+    def read(self, tokens: Tensor, features: Tensor) -> Tensor:  # [1, D] behind the last token
         "The verifier's keys and values of the new positions, and the first step."
         model, n = self.model, len(tokens)
         positions = torch.arange(n - 1 - len(features), n - 1, device=tokens.device)
@@ -301,19 +297,15 @@ class QueryOnlyDrafter(ChainDrafter):
             self.cache.update(keys[None], values[None], i)
         return self.step(model.last_states(features[-1:]), tokens[-1:])
 
-    def next_input(self, states: torch.Tensor) -> torch.Tensor:  # [n, D] -> [n, H]
+    def next_input(self, states: Tensor) -> Tensor:  # [n, D] -> [n, H]
         return self.model.post_projection(states)
 
-    def logits(self, states: torch.Tensor) -> torch.Tensor:  # [n, D] -> [n, V]
+    def logits(self, states: Tensor) -> Tensor:  # [n, D] -> [n, V]
         return self.model.logits(states)
 
-    def step(
-        self,
-        states: torch.Tensor,  # [n, H] the verifier's last, or what a step passed on
-        ids: torch.Tensor,  # [n] the tokens that follow them
-        ancestors: torch.Tensor | None = None,  # of a tree's nodes: none has keys
-    ) -> torch.Tensor:  # [n, D]
-        "Tokens that follow the same position, or each other."
+    def step(self, states: Tensor, ids: Tensor, ancestors: Tensor | None = None) -> Tensor:
+        """Tokens that follow the same position, or each other: [n, H] -> [n, D]. `ancestors`
+        is not needed, as no node has keys."""
         model, read = self.model, self.cache.get_seq_length()
         position = torch.full_like(ids, read - 1)
 
@@ -334,7 +326,7 @@ def adopt_key_layers(model: "QueryOnlyDraftModel", state: dict, prefix: str, *_:
         model.make_key_layers(model.config.verifier_name)
 
 
-def keys_of_gemma(raw: dict[str, Any], verifier: PretrainedConfig | None = None) -> list[str]:
+def keys_of_gemma(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     "vLLM shares the keys of Gemma 4 alone."
     if verifier is None or verifier.model_type == "gemma4_text":
         return []
@@ -367,6 +359,8 @@ class QueryOnlyDraftModel(SpeculatorModel):
         "a query-only drafter has layers of Gemma 4 over the verifier's keys; choose "
         "num_draft_layers and draft_hidden_size"
     )
+    native_format = "gemma4_assistant"
+    save_native = save_native
     served_as = "mtp", False
     serving_rules = (own_layout("query-only drafters"), keys_of_gemma)
     shift = staticmethod(shift_by_one)
@@ -414,10 +408,7 @@ class QueryOnlyDraftModel(SpeculatorModel):
         "The verifier's layers whose keys are read."
         return sorted(self.config.key_layer_ids.values())
 
-    def load_verifier_weights(
-        self,
-        verifier: str | os.PathLike | None = None,  # folder or hub id; None: the config's
-    ):
+    def load_verifier_weights(self, verifier: str | os.PathLike | None = None):
         """Borrow embedding, head, final norm, and what makes keys and values. Errors:
         ValueError for a verifier of another shape."""
         super().load_verifier_weights(verifier)
@@ -440,16 +431,16 @@ class QueryOnlyDraftModel(SpeculatorModel):
                 self.embed_tokens.weight.copy_(parts["embeddings"])
         head.load(parts)
 
-    def last_states(self, features: torch.Tensor) -> torch.Tensor:  # [N, A·H] -> [N, H]
+    def last_states(self, features: Tensor) -> Tensor:  # [N, A·H] -> [N, H]
         "The verifier's last states behind its final norm."
         last = features[:, -self.config.hidden_size :]
         return self.target_head.norm(last).to(self.pre_projection.weight.dtype)
 
     def keys_and_values(
         self,
-        features: torch.Tensor,  # [N, A·H]
-        positions: torch.Tensor,  # [N]
-    ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:  # kind -> two of [Hkv, N, d]
+        features: Tensor,  # [N, A·H]
+        positions: Tensor,  # [N]
+    ) -> dict[str, tuple[Tensor, Tensor]]:  # kind -> two of [Hkv, N, d]
         "The verifier's own, made again from the states that enter its layers."
         H, made = self.config.hidden_size, {}
         for kind, layer in self.key_layers.items():
@@ -460,11 +451,11 @@ class QueryOnlyDraftModel(SpeculatorModel):
 
     def step(
         self,
-        ids: torch.Tensor,  # [N] tokens that were sampled, or drafted
-        states: torch.Tensor,  # [N, H] the verifier's last ones, or what a step passed on
-        positions: torch.Tensor,  # [N] the same at every step
+        ids: Tensor,  # [N] tokens that were sampled, or drafted
+        states: Tensor,  # [N, H] the verifier's last ones, or what a step passed on
+        positions: Tensor,  # [N] the same at every step
         attend: Callable,  # (kind, queries) -> heads, both [Hq, N, d]
-    ) -> torch.Tensor:  # [N, D]: `lm_head` reads it, and the next step its `post_projection`
+    ) -> Tensor:  # [N, D]: `lm_head` reads it, and the next step its `post_projection`
         "One token further."
         embeds = self.embed_tokens(ids) * self.config.embedding_scale
         hidden = self.pre_projection(torch.cat([embeds.to(states.dtype), states], -1))
@@ -473,7 +464,7 @@ class QueryOnlyDraftModel(SpeculatorModel):
             hidden = layer(hidden, rope[layer.kind], partial(attend, layer.kind))
         return self.norm(hidden)
 
-    def logits(self, normed: torch.Tensor) -> torch.Tensor:  # [N, D] -> [N, V]
+    def logits(self, normed: Tensor) -> Tensor:  # [N, D] -> [N, V]
         """Of the next token. A head with clusters leaves out the tokens whose cluster is not
         among the likeliest; training scores every token."""
         logits = self.lm_head(normed)
@@ -486,19 +477,19 @@ class QueryOnlyDraftModel(SpeculatorModel):
         nothing = torch.full_like(logits, -torch.inf)
         return nothing.scatter(-1, known, logits.gather(-1, known))
 
-    def mask(self, kind: str, document_ids: torch.Tensor) -> Mask:  # [L] -> of L x L
+    def mask(self, kind: str, document_ids: Tensor) -> Mask:  # [L] -> of L x L
         "A row attends to its own position and those before it, at every step."
         mask, window = same_document(document_ids) & causal(), self.windows[kind]
         return mask if window is None else mask & sliding_window(window)
 
     def forward(
         self,
-        input_ids: torch.Tensor,  # [1, L] token x_{i+1}
-        hidden_states: torch.Tensor,  # [1, L, A·H] states at i; the last are before the norm
-        document_ids: torch.Tensor,  # [1, L], -1 padding
-        loss_mask: torch.Tensor,  # [1, L] whether x_{i+1} is of an answer
-        verifier_last_hidden_states: torch.Tensor,  # [1, L, H] after x_{i+1}, before the norm
-        position_ids: torch.Tensor | None = None,  # [1, L] i+1 in each document; None: one
+        input_ids: Tensor,  # [1, L] token x_{i+1}
+        hidden_states: Tensor,  # [1, L, A·H] states at i; the last are before the norm
+        document_ids: Tensor,  # [1, L], -1 padding
+        loss_mask: Tensor,  # [1, L] whether x_{i+1} is of an answer
+        verifier_last_hidden_states: Tensor,  # [1, L, H] after x_{i+1}, before the norm
+        position_ids: Tensor | None = None,  # [1, L] i+1 in each document; None: one
         lean: bool = True,  # False: the dense definition, which also returns draft tokens
         *,
         ttt_steps: int = 3,  # K
@@ -581,12 +572,7 @@ class QueryOnlyDraftModel(SpeculatorModel):
         return ForwardOutput(None if lean else drafts, out.loss, metrics)
 
     @classmethod
-    def verifier_fields(
-        cls,
-        layer: PretrainedConfig,  # of a drafter with layers of the verifier's width
-        verifier: str,  # folder or hub id
-        arguments: dict[str, Any],  # every training argument
-    ) -> dict[str, Any]:
+    def verifier_fields(cls, layer, verifier, arguments):
         "What the verifier decides: sizes, whose keys are read, rotation, scales."
         text = text_config(verifier_config(verifier))
         if text.model_type not in KEY_FAMILIES:
@@ -614,14 +600,6 @@ class QueryOnlyDraftModel(SpeculatorModel):
             model.post_projection.weight.copy_(directions)
             model.pre_projection.weight[:, config.hidden_size :].copy_(directions.T)
         return model
-
-    def save_native(
-        self,
-        folder: str | os.PathLike,  # made if absent
-    ):
-        """Write the layout of Gemma 4's assistants, which engines read. Errors: ValueError for
-        a drafter that reads the keys of another family."""
-        format_named("gemma4_assistant").write(self.config, self.saved_state(), folder)
 
     def drafter(self) -> QueryOnlyDrafter:
         "This model as a `tree.Drafter`."

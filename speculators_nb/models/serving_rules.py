@@ -34,11 +34,9 @@ def first_proposal(raw: dict[str, Any]) -> dict[str, Any]:  # config.json -> pro
     return methods[0]
 
 
-def served_rope(
-    layer: dict[str, Any],  # transformer_layer_config as it is stored
-) -> tuple[list[str], list[str]]:  # violations, warnings: sentences with the remedy
-    """Where vLLM (0.32) rotates draft layers by other angles than they were trained with:
-    always, or for some requests."""
+def served_rope(layer: dict[str, Any]) -> tuple[list[str], list[str]]:
+    """Where vLLM (0.32) rotates draft layers by other angles than they were trained with: always (violations), or for
+    some requests (warnings)."""
     rope, wrong, careful = layer.get("rope_parameters") or {}, [], []
     kind, n = rope.get("rope_type"), rope.get("original_max_position_embeddings")
     if any(isinstance(v, dict) for v in rope.values()):
@@ -75,7 +73,7 @@ def served_rope(
     return wrong, careful
 
 
-def silu_only(raw: dict[str, Any], verifier: PretrainedConfig | None = None) -> list[str]:
+def silu_only(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     "vLLM's draft layers have one activation."
     activation = layer_of(raw).get("hidden_act", "silu")
     if activation == "silu":
@@ -83,12 +81,12 @@ def silu_only(raw: dict[str, Any], verifier: PretrainedConfig | None = None) -> 
     return [f"{LAYER}.hidden_act is {activation!r}; vLLM's draft layers have silu alone"]
 
 
-def rope_as_trained(raw: dict[str, Any], verifier: PretrainedConfig | None = None) -> list[str]:
+def rope_as_trained(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     "vLLM must rotate by the angles of training (`served_rope`)."
     return served_rope(layer_of(raw))[0]
 
 
-def known_layer_family(raw: dict[str, Any], verifier: PretrainedConfig | None = None) -> list[str]:
+def known_layer_family(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     "The draft layers are of a kind that vLLM serves."
     family = layer_of(raw).get("model_type")
     if family in LAYER_FAMILIES:
@@ -96,7 +94,7 @@ def known_layer_family(raw: dict[str, Any], verifier: PretrainedConfig | None = 
     return [f"{LAYER}.model_type is {family!r}; vLLM serves {' and '.join(LAYER_FAMILIES)}"]
 
 
-def reaches_as_far(raw: dict[str, Any], verifier: PretrainedConfig | None = None) -> list[str]:
+def reaches_as_far(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     "The drafter takes as many positions as the verifier."
     if verifier is None:
         return []
@@ -107,12 +105,8 @@ def reaches_as_far(raw: dict[str, Any], verifier: PretrainedConfig | None = None
     return [f"{LAYER}.max_position_embeddings is {draft}, the verifier's {target}; vLLM stops drafting beyond it"]
 
 
-def written(
-    *fields: str,  # of config.json
-    why: str,  # what happens where one is missing
-    none_counts: bool = True,  # whether a field that is null is written
-) -> Rule:
-    "A rule: these fields are written, because a default would decide."
+def written(*fields: str, why: str, none_counts: bool = True) -> Rule:
+    "A rule: these fields are written (null is, or is not), because a default would decide: `why`, in words."
 
     def rule(raw, verifier=None):
         missing = [name for name in fields if name not in raw or (raw[name] is None and not none_counts)]
@@ -121,9 +115,7 @@ def written(
     return rule
 
 
-def layers_exist(
-    field: str,  # of config.json: layers of the verifier that are read
-) -> Rule:
+def layers_exist(field: str) -> Rule:  # of config.json: layers of the verifier that are read
     "A rule: the layers that are read are layers of the verifier."
 
     def rule(raw, verifier=None):
@@ -135,23 +127,28 @@ def layers_exist(
     return rule
 
 
-def own_layout(
-    drafters: str,  # in words
-) -> Rule:
+def refused(sentence: str) -> Rule:
+    "A rule: vLLM serves it in no case, or not from this folder."
+    return lambda raw, verifier=None: [sentence]
+
+
+def own_layout(drafters: str) -> Rule:  # in words
     "A rule: vLLM reads them in another layout than a speculators folder."
-
-    def rule(raw, verifier=None):
-        return [
-            f"vLLM reads {drafters} in their own layout alone; write it with "
-            "model.save_native(folder) (`speculators-nb export`) and serve that"
-        ]
-
-    return rule
+    return refused(
+        f"vLLM reads {drafters} in their own layout alone; write it with model.save_native(folder) "
+        "(`speculators-nb export`) and serve that"
+    )
 
 
-def one_kind_of_attention(
-    why: str,  # what vLLM does with a mixture
-) -> Rule:
+def short_window(raw: dict[str, Any], needed: int, why: str) -> list[str]:  # positions that must be reached
+    "Where a sliding layer reaches less."
+    window = layer_of(raw).get("sliding_window")
+    if "sliding_attention" not in layer_types_of(raw) or not isinstance(window, int) or window >= needed:
+        return []
+    return [f"{LAYER}.sliding_window is {window}, less than the {why}"]
+
+
+def one_kind_of_attention(why: str) -> Rule:  # what vLLM does with a mixture
     "A rule: all draft layers attend in the same way."
 
     def rule(raw, verifier=None):

@@ -7,16 +7,13 @@ Supervision, loss and metrics, training arguments."""
 __all__ = ['AHEAD', 'trained_positions', 'heads_loss', 'heads_metrics', 'TokenHeads', 'HeadsDrafter']
 
 # %% ../../nbs/models/17_token_heads.ipynb #f9e8dd35
-import os
 from collections.abc import Callable
-from typing import Self
 
 import torch
-from transformers import PretrainedConfig
+from torch import Tensor
 
-from ..core.config import SpeculatorsConfig
 from .base import ForwardOutput, SpeculatorModel
-from .formats import format_named
+from .formats import save_native
 from ..nn.compiled import to_device
 from ..nn.head_loss import HeadLoss, RowWeight
 from ..nn.losses import ScoredRows
@@ -37,34 +34,34 @@ AHEAD = 2  # the verifier's head gives token t+1; the first drafted after its st
 
 
 def trained_positions(
-    loss_mask: torch.Tensor,  # [L] bool
-    document_ids: torch.Tensor,  # [L], -1 padding
+    loss_mask: Tensor,  # [L] bool
+    document_ids: Tensor,  # [L], -1 padding
     heads: int,  # K
     cross_document: bool = False,  # True: targets may be in the next document
-) -> torch.Tensor:  # [K, L] bool
+) -> Tensor:  # [K, L] bool
     "Whether position t trains head k, whose target is token t+2+k."
     return ttt_supervision(loss_mask, document_ids, heads + AHEAD, cross_document)[AHEAD:]
 
 # %% ../../nbs/models/17_token_heads.ipynb #d2f6214a
 def heads_loss(
-    hidden: list[torch.Tensor],  # K of [N_k, D], the positions that train head k
-    heads: list[torch.Tensor],  # K of [V, D]; tied ones are the same object
-    targets: list[torch.Tensor],  # K of [N_k] int64 token ids
+    hidden: list[Tensor],  # K of [N_k, D], the positions that train head k
+    heads: list[Tensor],  # K of [V, D]; tied ones are the same object
+    targets: list[Tensor],  # K of [N_k] int64 token ids
     weight: RowWeight,  # [N] float32 of each row in the sum, head by head
     lean: bool = True,  # False: by whole tensors and autograd
     gemm_dtype: torch.dtype | None = None,  # of the products, e.g. torch.bfloat16
 ) -> HeadLoss:  # `rows` has "ce"; rows and `correct` [N], head by head
     "The weighted sum of the cross-entropies of all heads."
     device, by_head = hidden[0].device, [len(rows) for rows in hidden]
-    if not isinstance(weight, torch.Tensor):  # of all heads at once: they are scored first
+    if not isinstance(weight, Tensor):  # of all heads at once: they are scored first
         with torch.no_grad():
             zeros = torch.zeros(sum(by_head), device=device)
             first = heads_loss(hidden, heads, targets, zeros, lean, gemm_dtype)
         weight = weight(ScoredRows(first.rows, first.correct))
     weights = weight.split(by_head)
     loss = torch.zeros((), device=device)
-    cross_entropy: dict[int, torch.Tensor] = {}  # head -> [N_k]
-    correct: dict[int, torch.Tensor] = {}
+    cross_entropy: dict[int, Tensor] = {}  # head -> [N_k]
+    correct: dict[int, Tensor] = {}
     for matrix in {id(head): head for head in heads}.values():
         sharing = [k for k, head in enumerate(heads) if head is matrix]
         rows, right, row_weight = (
@@ -90,9 +87,9 @@ def heads_loss(
 def heads_metrics(
     out: HeadLoss,  # from `heads_loss`
     entries: Supervised,  # its N rows
-    trains: torch.Tensor,  # [K, L] bool, from `trained_positions`
-    totals: torch.Tensor,  # [K] positions of each head, as the loss divides by them
-) -> dict[str, torch.Tensor]:  # loss, loss_k and those of `block_metrics`, each _sum and _total
+    trains: Tensor,  # [K, L] bool, from `trained_positions`
+    totals: Tensor,  # [K] positions of each head, as the loss divides by them
+) -> dict[str, Tensor]:  # loss, loss_k and those of `block_metrics`, each _sum and _total
     "The loss, each head's mean cross-entropy, and accuracies."
     by_head = entries.sum_by_step(out.rows["ce"])
     at = entries.step, entries.target - entries.step
@@ -113,6 +110,8 @@ class TokenHeads(SpeculatorModel):
     read_on_host = ("document_ids", "loss_mask")
     drafted_by = "num_heads"
     fixed_layers = "heads over a state are no decoder layers"
+    whole_vocabulary = "each head has the whole vocabulary; leave draft_vocab_size out"
+    save_native = save_native
     native_format = ""  # name of the layout that `save_native` writes, see `models.formats`
 
     @property
@@ -120,33 +119,31 @@ class TokenHeads(SpeculatorModel):
         "Of the heads."
         return self.head_weights()[0].dtype
 
-    def verifier_states(
-        self, features: torch.Tensor
-    ) -> torch.Tensor:  # [..., H] before the verifier's final norm -> [..., H] after it
+    def verifier_states(self, features: Tensor) -> Tensor:  # [..., H] -> [..., H]
         "The input of the verifier's own head."
         return self.target_head.norm(features).to(self.dtype)
 
     def hidden_rows(
         self,
-        states: torch.Tensor,  # [L, H] from `verifier_states`
-        input_ids: torch.Tensor,  # [L]
-        needed: list[torch.Tensor],  # K of [N_k] positions, each a subset of the one before
-    ) -> list[torch.Tensor]:  # K of [N_k, D]: what the matrix of head k multiplies
+        states: Tensor,  # [L, H] from `verifier_states`
+        input_ids: Tensor,  # [L]
+        needed: list[Tensor],  # K of [N_k] positions, each a subset of the one before
+    ) -> list[Tensor]:  # K of [N_k, D]: what the matrix of head k multiplies
         "Hidden states of the needed positions, head by head."
         raise NotImplementedError
 
-    def head_weights(self) -> list[torch.Tensor]:  # K of [V, D]; tied ones are the same object
+    def head_weights(self) -> list[Tensor]:  # K of [V, D]; tied ones are the same object
         "The heads' matrices."
         raise NotImplementedError
 
     def forward(
         self,
-        input_ids: torch.Tensor,  # [1, L] token x_t
-        document_ids: torch.Tensor,  # [1, L], -1 padding
-        loss_mask: torch.Tensor,  # [1, L]
-        verifier_last_hidden_states: torch.Tensor,  # [1, L, H] after x_t, before the final norm
-        hidden_states: torch.Tensor | None = None,  # not used: only last states are read
-        position_ids: torch.Tensor | None = None,  # not used: there is no attention
+        input_ids: Tensor,  # [1, L] token x_t
+        document_ids: Tensor,  # [1, L], -1 padding
+        loss_mask: Tensor,  # [1, L]
+        verifier_last_hidden_states: Tensor,  # [1, L, H] after x_t, before the final norm
+        hidden_states: Tensor | None = None,  # not used: only last states are read
+        position_ids: Tensor | None = None,  # not used: there is no attention
         lean: bool = True,  # False: dense, every position at every head, and draft tokens
         *,
         head_loss_decay: float | None = None,  # None: the class's
@@ -200,46 +197,9 @@ class TokenHeads(SpeculatorModel):
         return sample
 
     @classmethod
-    def from_training_args(
-        cls,
-        transformer_layer_config: PretrainedConfig,  # only vocab_size, hidden_size (verifier's)
-        t2d: torch.Tensor | None = None,  # must be None: the whole vocabulary
-        d2t: torch.Tensor | None = None,  # likewise
-        *,
-        verifier_name_or_path: str,  # its folder or hub id
-        draft_vocab_size: int | None = None,  # None, or the verifier's
-        **training_args,  # those of `training_arguments`; others are not used
-    ) -> Self:  # with the verifier's final norm, ready to train
-        "A fresh drafter for a verifier. Errors: ValueError for a reduced vocabulary."
-        layer, verifier = transformer_layer_config, verifier_name_or_path
-        if t2d is not None or draft_vocab_size not in (None, layer.vocab_size):
-            raise ValueError(
-                f"draft_vocab_size={draft_vocab_size}: the heads are the whole vocabulary of "
-                f"{layer.vocab_size}; leave it out"
-            )
-        given = {name: value for name, value in training_args.items() if value is not None}
-        arguments = cls.training_arguments() | given
-        fields = {name: arguments[name] for name in cls.config_arguments}
-        fields |= dict(hidden_size=layer.hidden_size, vocab_size=layer.vocab_size)
-        config = cls.config_class(
-            speculators_config=SpeculatorsConfig.greedy(
-                cls.config_class.speculators_model_type,
-                cls.tokens_to_draft(arguments),
-                verifier,
-            ),
-            **fields | cls.verifier_fields(layer, verifier, arguments),
-        )
-        return cls.for_verifier(config)
-
-    def save_native(
-        self,
-        folder: str | os.PathLike,  # made if absent
-        dtype: torch.dtype | None = None,  # of the stored tensors; None: as they are
-    ):
-        "Write the checkpoint layout of other projects and engines."
-        dtype = dtype or self.dtype
-        state = {name: weight.to(dtype) for name, weight in self.saved_state().items()}
-        format_named(self.native_format).write(self.config, state, folder)
+    def verifier_fields(cls, layer, verifier, arguments):
+        "The verifier's sizes."
+        return dict(hidden_size=layer.hidden_size, vocab_size=layer.vocab_size)
 
 # %% ../../nbs/models/17_token_heads.ipynb #0ad0c63e
 class HeadsDrafter:

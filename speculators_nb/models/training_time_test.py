@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from .base import SpeculatorModel
@@ -38,29 +39,29 @@ from speculators_nb.nn.supervision import (
 
 # %% ../../nbs/models/04_training_time_test.ipynb #ccf2fceb
 # what the drafter itself would draft: normed states [N, H] -> verifier ids [N]
-OwnTokens = Callable[[torch.Tensor], torch.Tensor]
+OwnTokens = Callable[[Tensor], Tensor]
 
 
 class StepInputs(NamedTuple):
     "What the layers read at one step."
 
-    hidden: torch.Tensor  # [N, H]
-    embeds: torch.Tensor | None  # [N, H], for a first layer that reads both
+    hidden: Tensor  # [N, H]
+    embeds: Tensor | None  # [N, H], for a first layer that reads both
 
 
 class StepOutput(NamedTuple):
     "What a step gives."
 
-    normed: torch.Tensor  # [N, H], read by the head
-    hidden: torch.Tensor  # [N, H], read by the next step
+    normed: Tensor  # [N, H], read by the head
+    hidden: Tensor  # [N, H], read by the next step
 
 # %% ../../nbs/models/04_training_time_test.ipynb #ab14bfb2
 def all_steps(
     cache: list[tuple],  # keys and values [Hkv, L, D] of the steps so far; extended in place
-    rope: tuple[torch.Tensor, torch.Tensor],  # cos, sin [L, R] of this step
+    rope: tuple[Tensor, Tensor],  # cos, sin [L, R] of this step
     mask: Mask,  # of L queries by all keys
     impl: str,  # of `attention`
-) -> Callable[[Attention, torch.Tensor], torch.Tensor]:  # for `DecoderLayer.forward`
+) -> Callable[[Attention, Tensor], Tensor]:  # for `DecoderLayer.forward`
     "Attention under a mask over the keys of every step."
     before = list(cache)  # a layer that is computed again finds the same
 
@@ -86,10 +87,10 @@ class StepAttention:
 
     def step(
         self,
-        rows: torch.Tensor,  # [N] int64 ascending: what is computed; where the mask is
-        rope: tuple[torch.Tensor, torch.Tensor],  # cos, sin of what is read: L rows, then N
-        kept: torch.Tensor | None = None,  # [N] among those of the step before; None: the same
-    ) -> Callable[[Attention, torch.Tensor], torch.Tensor]:  # for `DecoderLayer.forward`
+        rows: Tensor,  # [N] int64 ascending: what is computed; where the mask is
+        rope: tuple[Tensor, Tensor],  # cos, sin of what is read: L rows, then N
+        kept: Tensor | None = None,  # [N] among those of the step before; None: the same
+    ) -> Callable[[Attention, Tensor], Tensor]:  # for `DecoderLayer.forward`
         """The next step. Step 0 reads every row, which makes its keys, and computes some; a
         later step reads these, which attend to step 0 and to their own keys."""
         first = self.keys is None
@@ -130,9 +131,9 @@ class LeanSteps:
     def __init__(
         self,
         model: "TrainingTimeTest",
-        counted: torch.Tensor,  # [K, L] bool: rows that are scored at each step; on the CPU
-        document_ids: torch.Tensor,  # [L]; for "flex" better on the host
-        position_ids: torch.Tensor,  # [L]
+        counted: Tensor,  # [K, L] bool: rows that are scored at each step; on the CPU
+        document_ids: Tensor,  # [L]; for "flex" better on the host
+        position_ids: Tensor,  # [L]
         impl: str = "blocked",  # of `prefix_attention`
     ):
         L, device = len(position_ids), position_ids.device
@@ -158,8 +159,8 @@ class LeanSteps:
     def keep(
         self,
         t: int,  # the step to come
-        states: torch.Tensor,  # [N_(t-1), H] of the step before
-    ) -> torch.Tensor:  # [N_t, H]
+        states: Tensor,  # [N_(t-1), H] of the step before
+    ) -> Tensor:  # [N_t, H]
         "The states of the rows that go on."
         kept = self.kept[t - 1]
         return states if kept is None else states.index_select(0, kept)
@@ -167,9 +168,9 @@ class LeanSteps:
     def layers(
         self,
         t: int,  # step, from 0
-        hidden: torch.Tensor,  # [L, H] at step 0, then [N_t, H]
+        hidden: Tensor,  # [L, H] at step 0, then [N_t, H]
         embeds: Any = None,  # [N, H] or `ProjectedEmbeds`, for a first layer that reads both
-    ) -> torch.Tensor:  # [N_t, H] of the last layer
+    ) -> Tensor:  # [N_t, H] of the last layer
         "Step t. At step 0 every row has keys, and the last layer computes the rest for some."
         rows, mask_rows, model = self.rows[t], self.mask_rows[t], self.model
         positions = self.position_ids[rows] + t if t else self.position_ids
@@ -193,9 +194,9 @@ def step_metrics(
     out: HeadLoss,
     predictions: Supervised,  # the N predictions of `out`, with step and target
     mixture: dict[str, float],  # loss name -> weight
-    carries_loss: torch.Tensor,  # [K, L] bool
+    carries_loss: Tensor,  # [K, L] bool
     upstream: bool,  # cross_document_targets: losses are means over the batch, with total 1
-) -> dict[str, torch.Tensor]:  # sums and totals
+) -> dict[str, Tensor]:  # sums and totals
     "Losses, acceptance and accuracies by step. Each metric is a pair of sum and total."
     # position i at step t is scored with the state at i+t, which predicts x_{i+2+t}
     position = predictions.target - predictions.step
@@ -231,29 +232,29 @@ class TrainingTimeTest(SpeculatorModel):
         layers: Sequence[DecoderLayer]  # an nn.ModuleList
         rotary: Rotary
 
-    def first_inputs(self, input_ids: torch.Tensor, hidden_states: torch.Tensor) -> StepInputs:
+    def first_inputs(self, input_ids: Tensor, hidden_states: Tensor) -> StepInputs:
         "What step 0 reads: tokens [N], hidden states of the verifier [N, A·H]."
         raise NotImplementedError
 
-    def next_inputs(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> StepInputs:
+    def next_inputs(self, input_ids: Tensor, hidden: Tensor) -> StepInputs:
         "What a later step reads: tokens [N], `hidden` [N, H] of the step before."
         raise NotImplementedError
 
-    def finish(self, hidden: torch.Tensor) -> StepOutput:  # [N, H] of the last layer
+    def finish(self, hidden: Tensor) -> StepOutput:  # [N, H] of the last layer
         "What the head and the next step read."
         raise NotImplementedError
 
     def mask(
         self,
         window: int | None,  # of a layer
-        document_ids: torch.Tensor,  # [L]
+        document_ids: Tensor,  # [L]
     ) -> Mask:  # for L queries and (t+1)·L keys, at every step t
         "What a row attends to: keys of step 0, and its own of later steps."
         return ttt(document_ids, len(document_ids), window)
 
     def training_mask(
         self,
-        batch: dict[str, torch.Tensor],  # a packed Batch
+        batch: dict[str, Tensor],  # a packed Batch
         ttt_steps: int = 3,  # K
         **others,  # what else `forward` takes
     ) -> MaskSize:  # L queries, K·L keys
@@ -264,14 +265,14 @@ class TrainingTimeTest(SpeculatorModel):
 
     def dense_hidden(
         self,
-        input_ids: torch.Tensor,  # [L]
-        hidden_states: torch.Tensor,  # [L, A·H] of the verifier
-        document_ids: torch.Tensor,  # [L]
-        position_ids: torch.Tensor,  # [L]
+        input_ids: Tensor,  # [L]
+        hidden_states: Tensor,  # [L, A·H] of the verifier
+        document_ids: Tensor,  # [L]
+        position_ids: Tensor,  # [L]
         steps: int,  # K
         impl: str = "sdpa",  # of `attention`
         own_tokens: OwnTokens | None = None,  # later steps read these; None: the text's
-    ) -> list[torch.Tensor]:  # K tensors [L, H], normed
+    ) -> list[Tensor]:  # K tensors [L, H], normed
         "The definition: every row at every step."
         L = len(input_ids)
         windows = [layer.window for layer in self.layers]

@@ -8,14 +8,12 @@ __all__ = ['XPRESS_LAYOUT_RULES', 'XPressSpeculatorConfig', 'RefinerHead', 'Draf
            'kernel_shapes', 'whole_block', 'qwen3_layers', 'XPressDraftModel']
 
 # %% ../../nbs/models/13_xpress.ipynb #xprA0003
-import inspect
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..core.config import SpeculatorModelConfig
@@ -33,7 +31,7 @@ from speculators_nb.models.dflash import (
     masks_alone,
 )
 from .drafting import PathDrafter, PathHead
-from .formats import format_named
+from .formats import save_native
 from speculators_nb.models.serving_rules import (
     LAYER,
     Rule,
@@ -95,23 +93,20 @@ class RefinerHead(nn.Module):
         for part in self.children():
             nn.init.normal_(part.get_parameter("weight"), std=0.02)
 
-    def cache(
-        self,
-        hidden: torch.Tensor,  # [A, B, H] of all slots
-    ) -> torch.Tensor:  # [A, B, 2r]
+    def cache(self, hidden: Tensor) -> Tensor:  # [A, B, H] of all slots -> [A, B, 2r]
         "What depends on the states alone; computed once for a block."
         mean = hidden.mean(1, keepdim=True).expand_as(hidden)
         return torch.cat([self.down_h(hidden), self.down_g(mean)], -1)
 
-    def mix(self, x: torch.Tensor) -> torch.Tensor:  # [A, B, r] -> [A, B, r]
+    def mix(self, x: Tensor) -> Tensor:  # [A, B, r] -> [A, B, r]
         "Each slot, and what it takes of itself and the slots in front of it."
         return x + torch.einsum("ckj,ajc->akc", self.mix_l.tril(), x)
 
     def forward(
         self,
-        embeds: torch.Tensor,  # [A, B, r], `token_embed` of the tokens in front of the slots
-        cache: torch.Tensor,  # [A, B, 2r]
-    ) -> torch.Tensor:  # [A, B, r]
+        embeds: Tensor,  # [A, B, r], `token_embed` of the tokens in front of the slots
+        cache: Tensor,  # [A, B, 2r]
+    ) -> Tensor:  # [A, B, r]
         "The codes of blocks whose tokens are known, or assumed."
         x = self.mix(self.in_proj(torch.cat([cache, embeds], -1)))
         return x + self.mlp_down(F.silu(self.mlp_gate(x)) * self.mlp_up(x))
@@ -121,16 +116,16 @@ class DraftedBlock(NamedTuple):
     "The states of one block, to be continued along paths."
 
     head: RefinerHead
-    base: torch.Tensor  # [B, Vd] logits
-    cache: torch.Tensor  # [1, B, 2r]
-    known: torch.Tensor  # [1, 1 or 2] decided tokens, the anchor last
+    base: Tensor  # [B, Vd] logits
+    cache: Tensor  # [1, B, 2r]
+    known: Tensor  # [1, 1 or 2] decided tokens, the anchor last
 
     def step(
         self,
         depth: int,  # drafted tokens of the paths, below B
-        last: torch.Tensor,  # [F] verifier ids
+        last: Tensor,  # [F] verifier ids
         of_parents: States,  # [F, d] verifier ids in front of them
-    ) -> tuple[torch.Tensor, States]:  # [F, Vd] of the tokens that follow; [F, d+1]
+    ) -> tuple[Tensor, States]:  # [F, Vd] of the tokens that follow; [F, d+1]
         "The slot behind each path, given the path."
         path = torch.cat([*of_parents, last[:, None]], 1)
         slot = path.shape[1] - 1
@@ -147,8 +142,8 @@ class XPressDrafter(BlockReader, PathDrafter):
 
     def block(
         self,
-        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
-        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
+        tokens: Tensor,  # [n] decided tokens; the verifier has not read the last one
+        features: Tensor,  # [m, A·H] of positions n-1-m .. n-2
     ) -> DraftedBlock:
         "The block behind the decided tokens."
         model, first = self.model, self.model.config.first_slot
@@ -159,24 +154,15 @@ class XPressDrafter(BlockReader, PathDrafter):
         cache, base = model.refiner_head.cache(hidden), model.lm_head(hidden)[0]
         return DraftedBlock(model.refiner_head, base, cache, known[None])
 
-    def head(
-        self,
-        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
-        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        k: int,  # tokens wanted in a row; all slots are run anyway
-    ) -> PathHead:
+    def head(self, tokens: Tensor, features: Tensor, k: int) -> PathHead:
         "The refiner behind one block."
         block = self.block(tokens, features)
         return PathHead(block.step, (block.known[:, :-1],), self.trained_tokens)
 
     @torch.inference_mode()
     def propose(
-        self,
-        tokens: torch.Tensor,  # [n] decided tokens; the verifier has not read the last one
-        features: torch.Tensor,  # [m, A·H] of positions n-1-m .. n-2
-        k: int,  # tokens wanted
-        sampling: Sampling,  # temperature and generator
-    ) -> TokenTree:  # a chain of k, or of as many as were trained
+        self, tokens: Tensor, features: Tensor, k: int, sampling: Sampling
+    ) -> TokenTree:
         "Draft k tokens: in parallel passes, or one after the other where they are sampled."
         if sampling.temperature:
             return super().propose(tokens, features, k, sampling)
@@ -252,6 +238,8 @@ class XPressDraftModel(DFlashDraftModel):
     config_class: type[XPressSpeculatorConfig] = XPressSpeculatorConfig
     hidden_matrices = ("refiner_head.",)  # its tables too, as upstream
     needs_acceptance = True
+    native_format = "xpress"
+    save_native = save_native
     served_as = "dflash", True
     serving_rules = (
         own_layout("XPress drafters"),
@@ -283,7 +271,7 @@ class XPressDraftModel(DFlashDraftModel):
             mlp_ratio=config.xpress_mlp_ratio,
         )
 
-    def text_in_front(self, states: BlockStates) -> torch.Tensor:  # [A, B] verifier ids
+    def text_in_front(self, states: BlockStates) -> Tensor:  # [A, B] verifier ids
         "The tokens in front of the ones that the slots predict, from the text itself."
         ids, documents, first = states.input_ids, states.document_ids, self.config.first_slot
         anchors = states.blocks.anchors[:, None]
@@ -294,19 +282,19 @@ class XPressDraftModel(DFlashDraftModel):
 
     def draft_in_front(
         self,
-        known: torch.Tensor,  # [A, 1 or 2]: decided tokens, the anchor last
-        drafted: torch.Tensor,  # [A, B] verifier ids, by slot
-    ) -> torch.Tensor:  # [A, B]
+        known: Tensor,  # [A, 1 or 2]: decided tokens, the anchor last
+        drafted: Tensor,  # [A, B] verifier ids, by slot
+    ) -> Tensor:  # [A, B]
         "The tokens in front of the ones that the slots predict, from a draft."
         return torch.cat([known, drafted[:, self.config.first_slot : -1]], 1)
 
     def jacobi(
         self,
-        base: torch.Tensor,  # [A, B, Vd] logits
-        cache: torch.Tensor,  # [A, B, 2r]
-        known: torch.Tensor,  # [A, 1 or 2]
+        base: Tensor,  # [A, B, Vd] logits
+        cache: Tensor,  # [A, B, 2r]
+        known: Tensor,  # [A, 1 or 2]
         passes: int,  # 0: the most likely token of each slot by itself
-    ) -> torch.Tensor:  # [A, B] verifier ids, by slot
+    ) -> Tensor:  # [A, B] verifier ids, by slot
         "Draft all slots greedily, in parallel passes."
         head = self.refiner_head
         drafted = self.to_verifier(likeliest(base))
@@ -315,7 +303,7 @@ class XPressDraftModel(DFlashDraftModel):
             drafted = self.to_verifier(likeliest(base + head.readout(head(embeds, cache))))
         return drafted
 
-    def draft_tokens(self, states: BlockStates) -> torch.Tensor:  # [1, A·B] int64
+    def draft_tokens(self, states: BlockStates) -> Tensor:  # [1, A·B] int64
         "What would be drafted at these blocks, in the verifier's ids."
         base, cache = self.lm_head(states.hidden), self.refiner_head.cache(states.hidden)
         known = self.text_in_front(states)[:, : self.config.first_slot + 1]
@@ -326,7 +314,7 @@ class XPressDraftModel(DFlashDraftModel):
         self,
         states: BlockStates,  # with the bias of this round, if any
         out: HeadLoss,  # of the slots with loss
-    ) -> torch.Tensor:  # [A, B] verifier ids; any behind the last slot with loss
+    ) -> Tensor:  # [A, B] verifier ids; any behind the last slot with loss
         "What a round drafts."
         tokens, bias = states.blocks.to_slots(out.tokens), states.bias
         missing: Any = states.blocks.between  # of `Blocks.to`
@@ -340,8 +328,8 @@ class XPressDraftModel(DFlashDraftModel):
     def biased(
         self,
         states: BlockStates,
-        in_front: torch.Tensor,  # [A, B] verifier ids
-        cache: torch.Tensor,  # [A, B, 2r]
+        in_front: Tensor,  # [A, B] verifier ids
+        cache: Tensor,  # [A, B, 2r]
     ) -> BlockStates:
         "The states with the bias of these tokens."
         head = self.refiner_head
@@ -369,10 +357,10 @@ class XPressDraftModel(DFlashDraftModel):
         states: BlockStates,
         base: HeadLoss,  # of the base logits
         score: Callable,  # states -> HeadLoss, metrics
-        text: torch.Tensor,  # [A, B] from `text_in_front`
-        cache: torch.Tensor,  # [A, B, 2r]
+        text: Tensor,  # [A, B] from `text_in_front`
+        cache: Tensor,  # [A, B, 2r]
         passes: int,
-    ) -> list[torch.Tensor]:  # the loss of each round
+    ) -> list[Tensor]:  # the loss of each round
         "Score the drafter on its own drafts."
         known = text[:, : self.config.first_slot + 1]
         now, out, losses = states, base, []
@@ -388,7 +376,7 @@ class XPressDraftModel(DFlashDraftModel):
         states: BlockStates,
         out: HeadLoss,  # teacher forced
         upstream: bool,  # totals at least 1
-    ) -> dict[str, torch.Tensor]:  # sums and totals
+    ) -> dict[str, Tensor]:  # sums and totals
         "Acceptance probability and accuracy of the slots with loss."
         blocks, data = states.blocks, self.next_tokens(states.input_ids)
         slots = blocks.supervised.sum().float()
@@ -412,7 +400,7 @@ class XPressDraftModel(DFlashDraftModel):
         base_anchor_weight: float = 0.6,  # of the base logits' loss
         base_anchor_full_weight: bool = False,  # True: all its slots weigh 1
         ce_from_data: bool = False,  # True: `ce` counts the text's token as right
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # loss, metrics
+    ) -> tuple[Tensor, dict[str, Tensor]]:  # loss, metrics
         """The loss of a step. Errors: ValueError for `ce_from_data` and a reduced draft
         vocabulary."""
         score = partial(score, want_tokens=True)
@@ -441,24 +429,6 @@ class XPressDraftModel(DFlashDraftModel):
         for name, one in (losses | {"loss": loss}).items():
             metrics |= sum_and_total(name, one.detach() * total, total)
         return loss, metrics
-
-    @classmethod
-    def forward_arguments(cls) -> dict[str, Any]:  # argument -> default
-        "DFlash's, and those of `step_loss` that have a default."
-        parameters = inspect.signature(cls.step_loss).parameters.values()
-        own = {p.name: p.default for p in parameters if p.default is not p.empty}
-        return super().forward_arguments() | own
-
-    def save_native(
-        self,
-        folder: str | os.PathLike,  # made if absent
-        dtype: torch.dtype | None = None,  # of the stored tensors; None: as they are
-    ):
-        """Write the layout that vLLM 0.33 serves by the method dflash. Errors: ValueError for
-        what it has no place for, see `XPRESS_LAYOUT_RULES`."""
-        dtype = dtype or self.dtype
-        state = {name: weight.to(dtype) for name, weight in self.saved_state().items()}
-        format_named("xpress").write(self.config, state, folder)
 
     def drafter(self) -> XPressDrafter:
         "This model as a `tree.Drafter`."

@@ -11,6 +11,7 @@ __all__ = ['block_supervision', 'select_anchors', 'check_anchors', 'chosen_slots
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .compiled import to_device
 from .head_loss import HeadLoss
@@ -18,13 +19,13 @@ from .supervision import block_metrics, sum_and_total
 
 # %% ../../nbs/nn/10_anchors.ipynb #9d7ef3a6
 def block_supervision(
-    anchor_positions: torch.Tensor,  # [A] int64
-    loss_mask: torch.Tensor,  # [L] or [1, L] bool
-    document_ids: torch.Tensor,  # the same shape; -1 is padding
+    anchor_positions: Tensor,  # [A] int64
+    loss_mask: Tensor,  # [L] or [1, L] bool
+    document_ids: Tensor,  # the same shape; -1 is padding
     block_size: int,  # B
     sample_from_anchor: bool = False,  # slot 0 predicts too; each slot the token after its own
     cross_document: bool = False,  # True: only the loss mask decides, as upstream
-) -> tuple[torch.Tensor, torch.Tensor]:  # targets [A, B] int64, supervised [A, B] bool
+) -> tuple[Tensor, Tensor]:  # targets [A, B] int64, supervised [A, B] bool
     """Which position's verifier state scores each slot, and which slots carry loss. Targets of
     slots without loss are any positions of the row."""
     mask, documents = loss_mask.flatten().bool(), document_ids.flatten()
@@ -41,16 +42,14 @@ def block_supervision(
 
 # %% ../../nbs/nn/10_anchors.ipynb #4bc118d8
 def select_anchors(
-    loss_mask: torch.Tensor,  # [L] or [1, L] bool
-    document_ids: torch.Tensor,  # the same shape; -1 is padding
+    loss_mask: Tensor,  # [L] or [1, L] bool
+    document_ids: Tensor,  # the same shape; -1 is padding
     block_size: int,  # B
     max_anchors: int,  # N
     generator: torch.Generator | None = None,  # of the draw, on the CPU; None: torch's own
     sample_from_anchor: bool = False,  # slot 0 predicts too; each slot the token after its own
     cross_document: bool = False,  # True: as upstream, any trained position but the last B
-) -> tuple[
-    torch.Tensor, torch.Tensor
-]:  # positions [N] int64, ascending, then 0; valid [N] bool
+) -> tuple[Tensor, Tensor]:  # positions [N] int64, ascending, then 0; valid [N] bool
     """Draw the positions of a row at which blocks start. Errors: ValueError for a block that is
     longer than the row, and for max_anchors below 1."""
     mask = loss_mask.flatten().bool()
@@ -78,7 +77,7 @@ def select_anchors(
 
 # %% ../../nbs/nn/10_anchors.ipynb #anch0004
 def check_anchors(
-    anchor_positions: torch.Tensor,  # [N] int64
+    anchor_positions: Tensor,  # [N] int64
     length: int,  # L, positions of the row
     block_size: int,  # B
 ) -> None:
@@ -98,10 +97,10 @@ def check_anchors(
 
 # %% ../../nbs/nn/10_anchors.ipynb #anch0002
 def chosen_slots(
-    values: torch.Tensor,  # [A, B, ...]
-    supervised: torch.Tensor,  # [A, B] bool: slots that carry loss
-    slots: torch.Tensor | None = None,  # [N] int64: the same, a·B + b; None: not listed
-) -> torch.Tensor:  # [N, ...]
+    values: Tensor,  # [A, B, ...]
+    supervised: Tensor,  # [A, B] bool: slots that carry loss
+    slots: Tensor | None = None,  # [N] int64: the same, a·B + b; None: not listed
+) -> Tensor:  # [N, ...]
     "The values of the slots that carry loss; without a list, a device is waited for."
     return values[supervised] if slots is None else values.flatten(0, 1)[slots]
 
@@ -109,13 +108,13 @@ def chosen_slots(
 class Blocks(NamedTuple):
     "The blocks of a training step."
 
-    anchors: torch.Tensor  # [A] int64
-    targets: torch.Tensor  # [A, B] int64: position of the verifier's state that scores a slot
-    supervised: torch.Tensor  # [A, B] bool: slots that carry loss
-    drawn_anchors: torch.Tensor  # [N] int64: also those of blocks that `with_loss` leaves out
-    slots: torch.Tensor | None = None  # [N] int64: slots with loss, a·B + b; None: not listed
-    scored: torch.Tensor | None = None  # [N] int64, on the CPU: their targets
-    between: torch.Tensor | None = None  # [M] int64: slots without loss in front of one with
+    anchors: Tensor  # [A] int64
+    targets: Tensor  # [A, B] int64: position of the verifier's state that scores a slot
+    supervised: Tensor  # [A, B] bool: slots that carry loss
+    drawn_anchors: Tensor  # [N] int64: also those of blocks that `with_loss` leaves out
+    slots: Tensor | None = None  # [N] int64: slots with loss, a·B + b; None: not listed
+    scored: Tensor | None = None  # [N] int64, on the CPU: their targets
+    between: Tensor | None = None  # [M] int64: slots without loss in front of one with
 
     def to(
         self,
@@ -133,10 +132,7 @@ class Blocks(NamedTuple):
         scored = self.targets.flatten()[slots]
         return Blocks(*tensors)._replace(scored=scored, between=to_device(between, device))
 
-    def with_values(
-        self,
-        values: torch.Tensor,  # [A, B, ...]
-    ) -> torch.Tensor:  # [N, ...] of the slots that carry loss
+    def with_values(self, values: Tensor) -> Tensor:  # [A, B, ...] -> [N, ...]
         "The values of the slots that carry loss."
         return chosen_slots(values, self.supervised, self.slots)
 
@@ -150,10 +146,7 @@ class Blocks(NamedTuple):
             supervised=self.supervised[kept],
         )
 
-    def to_slots(
-        self,
-        values: torch.Tensor,  # [N], of the slots that carry loss
-    ) -> torch.Tensor:  # [A, B]; 0 where a slot carries none
+    def to_slots(self, values: Tensor) -> Tensor:  # [N] -> [A, B]; 0 elsewhere
         "Put values of the slots that carry loss into their slots; no gradient."
         empty = torch.zeros(self.supervised.shape, dtype=values.dtype, device=values.device)
         return empty.masked_scatter(self.supervised, values.detach())
@@ -166,7 +159,7 @@ def slot_metrics(
     mixture: dict[str, float],  # loss name -> weight
     first_slot: int,  # the first that predicts
     upstream: bool,  # losses as means over the batch, with total 1
-) -> dict[str, torch.Tensor]:  # sums and totals
+) -> dict[str, Tensor]:  # sums and totals
     "Losses, and acceptance and accuracy by slot. Losses are weighted by their slots."
     supervised = blocks.supervised
     count = supervised.sum() + 1e-5

@@ -365,33 +365,6 @@ def attended_keys(
     own = mask.at(queries[:, :, None], own_keys[:, None])
     return AttendedKeys(prefix, own, prefix_blocks(prefix, max(1, 128 // queries.shape[1])))
 
-
-def _blocked(q, k, v, own_k, own_v, attended: AttendedKeys, sinks=None):
-    """q [Hq, A, B, D]; own_k, own_v [Hkv, A, S, D]. Heads that share a key head are queries of
-    one anchor."""
-    hq, _, b, d = q.shape
-    hkv = len(k)
-    groups = hq // hkv
-    rows = (_wide(q) * d**-0.5).unflatten(0, (hkv, groups))
-    rows = rows.transpose(1, 2).flatten(2, 3)  # [Hkv, A, G·B, D]: an anchor's together
-    out, lse = _PrefixOwn.apply(
-        rows,
-        *map(_wide, (k, v, own_k, own_v)),  # the one rounding is that of the inputs
-        *(x.repeat(1, groups) for x in attended.prefix),
-        attended.own.repeat(1, groups, 1),
-        attended.blocks,
-    )
-    out, lse = (x.unflatten(2, (groups, b)).transpose(1, 2).flatten(0, 1) for x in (out, lse))
-    return (out if sinks is None else with_sinks(out, lse, sinks)).to(v.dtype)
-
-
-def _check_lean(impl):
-    if impl not in ("blocked", "flex"):
-        raise ValueError(
-            f"attn_impl={impl!r} is unknown; choose from blocked, flex "
-            f"(with lean=False from {', '.join(BACK_ENDS)})"
-        )
-
 # %% ../../nbs/nn/03_attention.ipynb #5a7623bc
 def block_attention(
     q: Tensor,  # [Hq, A, B, D]: B queries at each of A anchors; query a·B + b of the mask
@@ -402,12 +375,17 @@ def block_attention(
     mask: Mask,  # one contiguous range of the keys 0 … L-1 for each query
     impl: str = "blocked",  # "blocked" (any device, float64) or "flex" (CUDA; CPU forward only)
     sinks: Tensor | None = None,  # [Hq], as in `attention`
+    attended: AttendedKeys | None = None,  # what "blocked" makes of the mask; None: here
 ) -> Tensor:  # [Hq, A, B, D]; zeros for a query that attends to nothing
     """Attention of blocks of queries over a prefix of the packed row and over their anchor's
     own keys, exactly. Anchors ascend, and none is padding. Errors: ValueError for an unknown
     `impl`, and where the prefix has a gap."""
-    _check_lean(impl)
-    _, a, b, d = q.shape
+    if impl not in ("blocked", "flex"):
+        raise ValueError(
+            f"attn_impl={impl!r} is unknown; choose from blocked, flex "
+            f"(with lean=False from {', '.join(BACK_ENDS)})"
+        )
+    hq, a, b, d = q.shape
     if not a:
         return q
     # autocast may leave queries and keys wider
@@ -419,10 +397,25 @@ def block_attention(
             rows = q.flatten(1, 2)[None]
             out = _flex(rows, keys[None], values[None], mask, d**-0.5, sinks)
             return out[0].unflatten(1, (a, b))
-        queries = torch.arange(a * b, device=q.device).view(a, b)
-        own_keys = torch.arange(a * own_k.shape[2], device=q.device).view(a, -1) + k.shape[1]
-        attended = attended_keys(mask, queries, own_keys, k.shape[1])
-        return _blocked(q, k, v, own_k, own_v, attended, sinks)
+        if attended is None:
+            queries = torch.arange(a * b, device=q.device).view(a, b)
+            own_keys = torch.arange(a * own_k.shape[2], device=q.device).view(a, -1)
+            attended = attended_keys(mask, queries, own_keys + k.shape[1], k.shape[1])
+        # heads that share a key head are queries of one anchor
+        hkv, groups = len(k), hq // len(k)
+        rows = (_wide(q) * d**-0.5).unflatten(0, (hkv, groups))
+        rows = rows.transpose(1, 2).flatten(2, 3)  # [Hkv, A, G·B, D]: an anchor's together
+        out, lse = _PrefixOwn.apply(
+            rows,
+            *map(_wide, (k, v, own_k, own_v)),  # the one rounding is that of the inputs
+            *(x.repeat(1, groups) for x in attended.prefix),
+            attended.own.repeat(1, groups, 1),
+            attended.blocks,
+        )
+        out, lse = (
+            x.unflatten(2, (groups, b)).transpose(1, 2).flatten(0, 1) for x in (out, lse)
+        )
+        return (out if sinks is None else with_sinks(out, lse, sinks)).to(v.dtype)
 
 # %% ../../nbs/nn/03_attention.ipynb #b9d79d06
 @compiled_in_training
@@ -460,7 +453,6 @@ def prefix_attention(
     attended: AttendedKeys | None = None,  # what "blocked" makes of rows and mask; None: here
 ) -> Tensor:  # [Hq, N, D]
     "Attention of selected rows over step 0, plus each row's own keys of later steps, exactly."
-    _check_lean(impl)
     if not len(rows):
         return q
     own_k, own_v = (
@@ -472,10 +464,13 @@ def prefix_attention(
     step = torch.arange(1, len(diagonal) + 1, device=rows.device)
     own_keys = rows[:, None] + k.shape[1] * step
     with torch.autocast(q.device.type, enabled=False):
-        if impl == "blocked":
+        if impl != "flex":  # each row is an anchor with one query
             if attended is None:
                 attended = attended_keys(mask, rows[:, None], own_keys, k.shape[1])
-            return _blocked(q[:, :, None], k, v, own_k, own_v, attended)[:, :, 0]
+            queries = q[:, :, None]
+            return block_attention(queries, k, v, own_k, own_v, mask, impl, attended=attended)[
+                :, :, 0
+            ]
         out, lse = masked_flex(
             q[None],
             k[None],

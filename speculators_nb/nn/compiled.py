@@ -24,9 +24,7 @@ _compiled: dict[Callable, Callable] = {}  # when first called: the compiler take
 RECOMPILE_LIMIT = 64
 
 
-def is_compiled_for(
-    x: Tensor,  # what a function gets
-) -> bool:
+def is_compiled_for(x: Tensor) -> bool:  # what a function gets
     "Whether functions of this tensor run compiled."
     return x.device.type in COMPILED_ON and not torch.compiler.is_compiling()
 
@@ -67,9 +65,7 @@ def compiled_on_cuda(
     return _decorated(call, lambda: True)  # type: ignore[return-value]
 
 
-def compiled_in_training(
-    call: _Call,  # as in `compiled_on_cuda`
-) -> _Call:
+def compiled_in_training(call: _Call) -> _Call:  # as in `compiled_on_cuda`
     "The same where gradients are wanted."
     return _decorated(call, torch.is_grad_enabled)  # type: ignore[return-value]
 

@@ -93,9 +93,7 @@ def head_dim(config) -> int:
 ROPE = "transformer_layer_config.rope_parameters"
 
 
-def rope_parameters(
-    config,  # of draft layers
-) -> dict:  # rope_type, rope_theta and what the type needs
+def rope_parameters(config) -> dict:  # of draft layers
     """The RoPE parameters that all draft layers share.
     Errors: ValueError for parameters by layer type of which none is for draft layers."""
     stored = getattr(config, "rope_parameters", None) or {}

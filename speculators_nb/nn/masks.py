@@ -194,10 +194,7 @@ class Mask:
     def __invert__(self) -> "Mask":
         return Mask(lambda b, h, q, kv: ~self(b, h, q, kv), join="not", parts=(self,))
 
-    def of_queries(
-        self,
-        queries: Tensor,  # [N] int64
-    ) -> "Mask":  # for N queries; the same object for the same tensor
+    def of_queries(self, queries: Tensor) -> "Mask":  # [N] int64 -> the same for the same
         "The mask of some of its queries."
         if id(queries) not in self.made:
             ranges, allowed = self.ranges, self.allowed
@@ -277,9 +274,7 @@ def sliding_window(
     )
 
 # %% ../../nbs/nn/02_masks.ipynb #6b5d078e
-def repeated_diagonal(
-    length: int,  # L, the length of one pass
-) -> Mask:
+def repeated_diagonal(length: int) -> Mask:  # L, the length of one pass
     "Query j attends to its own position in every later pass: key step·L + j for step >= 1."
 
     def ranges(q, kv_len):

@@ -134,10 +134,7 @@ class WeightOfRows(NamedTuple):
         empty = torch.zeros(runs * steps, dtype=values.dtype, device=values.device)
         return empty.index_copy_(0, self.place, values.detach()).view(runs, steps)
 
-    def __call__(
-        self,
-        scored: ScoredRows,  # N rows
-    ) -> Tensor:  # [N] float32, without gradient
+    def __call__(self, scored: ScoredRows) -> Tensor:  # N rows -> [N] float32, without gradient
         "The rows' weights. Errors: ValueError for weights of another shape."
         drafted = Drafted(
             losses={name: self.table(values) for name, values in scored.losses.items()},
@@ -170,9 +167,7 @@ def survival_weights(
     return dpace(losses.get("ce", next(iter(losses.values()))), drafted.scored, alpha)
 
 
-def accept_until_fail(
-    drafted: Drafted,
-) -> Tensor:  # [R, K] bool
+def accept_until_fail(drafted: Drafted) -> Tensor:  # [R, K] bool
     """1 up to the first wrong token of each run and for that one, 0 behind it (Spec-AUF, arXiv
     2607.01893). What is not scored does not fail."""
     wrong = (drafted.scored & ~drafted.correct).int()

@@ -11,6 +11,7 @@ __all__ = ['shift_by_one', 'ttt_supervision', 'on_host', 'Supervised', 'supervis
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from .attention import FLEX_BLOCK
 from .compiled import to_device
@@ -29,11 +30,11 @@ def shift_by_one(
 
 # %% ../../nbs/nn/09_supervision.ipynb #129d0f29
 def ttt_supervision(
-    loss_mask: torch.Tensor,  # [L] bool
-    document_ids: torch.Tensor,  # [L], -1 padding
+    loss_mask: Tensor,  # [L] bool
+    document_ids: Tensor,  # [L], -1 padding
     steps: int,  # K
     cross_document: bool = False,  # True: only the loss mask decides, as upstream
-) -> torch.Tensor:  # [K, L] bool: row i carries loss at step t
+) -> Tensor:  # [K, L] bool: row i carries loss at step t
     "Rows that carry loss at each TTT step: row i at step t is scored at position i+t."
     row = torch.arange(len(loss_mask), device=loss_mask.device)
     scored_at = row + torch.arange(steps, device=row.device)[:, None]  # [K, L]
@@ -45,8 +46,8 @@ def ttt_supervision(
 
 # %% ../../nbs/nn/09_supervision.ipynb #a76a752f
 def on_host(
-    *tensors: torch.Tensor,  # of one shape, whole numbers or truth values
-) -> list[torch.Tensor]:  # on the CPU
+    *tensors: Tensor,  # of one shape, whole numbers or truth values
+) -> list[Tensor]:  # on the CPU
     """What decides the shapes of a training step: which rows carry loss is found on the host.
     What is there already is taken as it is; the rest is fetched in one copy, the only time
     that the host waits for the device."""
@@ -58,8 +59,8 @@ def on_host(
 class Supervised(NamedTuple):
     "The N drafted tokens of a packed row that carry loss, in the order of their hidden states."
 
-    step: torch.Tensor  # [N] int64: TTT step, slot of a block, or depth of a rollout
-    target: torch.Tensor  # [N] int64: packed position of the verifier's state to be matched
+    step: Tensor  # [N] int64: TTT step, slot of a block, or depth of a rollout
+    target: Tensor  # [N] int64: packed position of the verifier's state to be matched
     steps: int  # K
 
     def to(self, device: torch.device) -> "Supervised":
@@ -68,49 +69,44 @@ class Supervised(NamedTuple):
             step=to_device(self.step, device), target=to_device(self.target, device)
         )
 
-    def sum_by_step(
-        self,
-        values: torch.Tensor,  # [N]
-    ) -> torch.Tensor:  # [K] float32
+    def sum_by_step(self, values: Tensor) -> Tensor:  # [N] -> [K] float32
         "The sum of a value over the rows of each step."
         sums = torch.zeros(self.steps, device=values.device)
         return sums.index_add_(0, self.step, values.float())
 
-    def count(self) -> torch.Tensor:  # [K] float32
+    def count(self) -> Tensor:  # [K] float32
         "How many rows carry loss at each step."
         return self.sum_by_step(torch.ones_like(self.step))
 
 
-def supervised_steps(
-    carries_loss: torch.Tensor,  # [K, L] bool, from `ttt_supervision`
-) -> Supervised:  # step by step, rows ascending
+def supervised_steps(carries_loss: Tensor) -> Supervised:  # [K, L] bool -> by step
     "The rows of training-time test that carry loss; the target of row i at step t is i+t."
     step, row = carries_loss.nonzero().unbind(-1)
     return Supervised(step, row + step, len(carries_loss))
 
 # %% ../../nbs/nn/09_supervision.ipynb #58d61b0c
 def needed_rows(
-    counted: torch.Tensor,  # [K, L] bool: rows whose head is evaluated at each step
-) -> list[torch.Tensor]:  # K index tensors, each a subset of the one before
+    counted: Tensor,  # [K, L] bool: rows whose head is evaluated at each step
+) -> list[Tensor]:  # K index tensors, each a subset of the one before
     "Rows that must be computed at each step: those counted there or later."
     later = counted.int().flip(0).cummax(0).values.flip(0).bool()
     return [row.nonzero()[:, 0] for row in later]
 
 
 def places_among(
-    rows: torch.Tensor,  # [N] int64, all different, ascending
-    chosen: torch.Tensor,  # [M] int64, some of them
+    rows: Tensor,  # [N] int64, all different, ascending
+    chosen: Tensor,  # [M] int64, some of them
     length: int,  # L: all are below
-) -> torch.Tensor:  # [M]: rows[place] is chosen
+) -> Tensor:  # [M]: rows[place] is chosen
     "Where chosen rows are among the computed ones; several times as fast as a search."
     computed = torch.zeros(length, dtype=torch.bool, device=rows.device)
     return (computed.index_fill_(0, rows, True).cumsum(0) - 1)[chosen]
 
 
 def same_rows(
-    needed: list[torch.Tensor],  # K index tensors from `needed_rows`, on the CPU
+    needed: list[Tensor],  # K index tensors from `needed_rows`, on the CPU
     length: int,  # L
-) -> list[torch.Tensor]:  # K times the same tensor
+) -> list[Tensor]:  # K times the same tensor
     """Rows for compiled kernels: the same at every step, all different, ascending. Others make
     their number a multiple of the kernel's block, or all rows there are."""
     computed = torch.zeros(length, dtype=torch.bool).index_fill_(0, needed[0], True)
@@ -121,9 +117,9 @@ def same_rows(
 # %% ../../nbs/nn/09_supervision.ipynb #a2428d50
 def sum_and_total(
     name: str,  # of the metric
-    value: torch.Tensor,  # [] or [K]: its sum, or its sum at each step
-    total: torch.Tensor,  # of the same shape: what to divide by
-) -> dict[str, torch.Tensor]:  # name_sum and name_total, or name_k_sum and name_k_total
+    value: Tensor,  # [] or [K]: its sum, or its sum at each step
+    total: Tensor,  # of the same shape: what to divide by
+) -> dict[str, Tensor]:  # name_sum and name_total, or name_k_sum and name_k_total
     "A metric, as entries that add up over batches."
     if value.ndim == 0:
         return {f"{name}_sum": value, f"{name}_total": total}
@@ -135,10 +131,10 @@ def sum_and_total(
 
 # %% ../../nbs/nn/09_supervision.ipynb #c1300326
 def chain_metrics(
-    correct: torch.Tensor,  # [K, L] bool: step t's token is the verifier's (False if uncounted)
-    supervised: torch.Tensor,  # [K, L] bool
+    correct: Tensor,  # [K, L] bool: step t's token is the verifier's (False if uncounted)
+    supervised: Tensor,  # [K, L] bool
     upstream: bool = False,  # count as upstream does
-) -> dict[str, torch.Tensor]:  # full_acc_t and cond_acc_t as _sum and _total
+) -> dict[str, Tensor]:  # full_acc_t and cond_acc_t as _sum and _total
     """Accuracy of drafting runs. A run starts at a row and counts at step t if it is supervised
     up to t: `full_acc_t` is the share of runs right in all of 0..t, `cond_acc_t` the share of
     those right before t that are right at t. Upstream counts every row supervised at t in the
@@ -161,10 +157,10 @@ def chain_metrics(
 
 # %% ../../nbs/nn/09_supervision.ipynb #933f9829
 def accuracies(
-    right: torch.Tensor,  # [K] float: right tokens at each position
-    total: torch.Tensor,  # [K] float: tokens there
+    right: Tensor,  # [K] float: right tokens at each position
+    total: Tensor,  # [K] float: tokens there
     first: int = 0,  # the first position that is reported
-) -> dict[str, torch.Tensor]:  # full_acc and position_k_acc as _sum and _total
+) -> dict[str, Tensor]:  # full_acc and position_k_acc as _sum and _total
     "Share of right tokens at each position and over all of them."
     metrics = sum_and_total("full_acc", right[first:].sum(), total[first:].sum())
     for k in range(first, len(right)):
@@ -173,20 +169,20 @@ def accuracies(
 
 
 def position_metrics(
-    correct: torch.Tensor,  # [N] bool, rows that carry loss
-    position: torch.Tensor,  # [N] int64: which drafted token of its pass each row is
+    correct: Tensor,  # [N] bool, rows that carry loss
+    position: Tensor,  # [N] int64: which drafted token of its pass each row is
     positions: range,  # those to report
-) -> dict[str, torch.Tensor]:  # full_acc and position_k_acc as _sum and _total
+) -> dict[str, Tensor]:  # full_acc and position_k_acc as _sum and _total
     "Share of right tokens at each position and over all of them."
     counted = Supervised(position, position, positions.stop)
     return accuracies(counted.sum_by_step(correct), counted.count(), positions.start)
 
 
 def block_metrics(
-    correct: torch.Tensor,  # [A, B] bool
-    supervised: torch.Tensor,  # [A, B] bool: slots that carry loss
+    correct: Tensor,  # [A, B] bool
+    supervised: Tensor,  # [A, B] bool: slots that carry loss
     first: int = 0,  # first drafted slot; 1 where slot 0 holds a known token
-) -> dict[str, torch.Tensor]:  # those of `position_metrics`, and eal: mean acceptance length
+) -> dict[str, Tensor]:  # those of `position_metrics`, and eal: mean acceptance length
     """Accuracy by slot and by block. A block counts where any of its slots carries loss; its
     run ends with the first slot that is wrong or carries none."""
     right = correct & supervised

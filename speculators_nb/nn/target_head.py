@@ -6,8 +6,8 @@ model's distribution."""
 
 # %% auto #0
 __all__ = ['NORM_KINDS', 'OFFSET_NORM', 'LAYER_NORM', 'EPS_NAMES', 'OWN_SCALES', 'FinalNorm', 'text_config', 'norm_kind',
-           'norm_eps', 'logit_scale', 'verifier_config', 'HeadLayers', 'TargetHead', 'UnknownHead', 'family_of',
-           'target_head_for', 'check_target_head']
+           'norm_eps', 'logit_scale', 'verifier_config', 'TargetHead', 'UnknownHead', 'family_of', 'target_head_for',
+           'check_target_head']
 
 # %% ../../nbs/nn/04_target_head.ipynb #d2a4ba93
 import os
@@ -174,8 +174,9 @@ def verifier_config(
     return config
 
 # %% ../../nbs/nn/04_target_head.ipynb #16e8d2fb
-class HeadLayers(nn.Module):
-    "Final norm, head rows of the draft vocabulary, bias, scale and soft-cap; all frozen."
+class TargetHead(nn.Module):
+    """The verifier's last steps: final norm, head rows of the draft vocabulary, bias, scale and
+    soft-cap. Nothing in it is trained or saved."""
 
     def __init__(
         self,
@@ -202,10 +203,7 @@ class HeadLayers(nn.Module):
         self.weight = weight
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
-    def finish(
-        self,
-        logits: Tensor,  # [..., Vd] raw products; not changed
-    ) -> Tensor:  # [..., Vd] of the same dtype
+    def finish(self, logits: Tensor) -> Tensor:  # [..., Vd] raw, not changed
         "Bias, scale and soft-cap on the raw products."
         if self.bias is not None:
             logits = logits + self.bias
@@ -224,16 +222,8 @@ class HeadLayers(nn.Module):
             )
         return self.finish(self.norm(last_hidden) @ self.weight.float().T)
 
-# %% ../../nbs/nn/04_target_head.ipynb #a28949ec
-class TargetHead(HeadLayers):
-    """The verifier's last steps: final norm, head rows of the draft vocabulary, bias, scale and
-    soft-cap. Nothing in it is trained or saved."""
-
     @classmethod
-    def from_config(
-        cls,
-        config: PretrainedConfig,  # the verifier's
-    ) -> "TargetHead":
+    def from_config(cls, config: PretrainedConfig) -> "TargetHead":  # the verifier's
         "The head of a verifier's family, still without weights."
         text = text_config(config)
         softcap = getattr(text, "final_logit_softcapping", None)
@@ -283,9 +273,7 @@ def family_of(
     return None
 
 
-def target_head_for(
-    config,  # a drafter's SpeculatorModelConfig
-) -> TargetHead:  # without weights
+def target_head_for(config) -> TargetHead:  # a drafter's -> without weights
     "The head of the verifier that a drafter's config names."
     hidden_size, eps = config.sizes.hidden_size, norm_eps(config.sizes)
     if config.speculators_config is None:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..core.options import check_options
 from ..data.packing import collate
@@ -31,7 +32,7 @@ def served_row(
     generation: Generation,  # finished, with hidden states; the last state is the last of them
     columns: int,  # A·H, the first columns of hidden states, which the drafter reads
     hidden_size: int,  # H
-) -> dict[str, torch.Tensor]:  # a sample, as of a feature folder, on the CPU
+) -> dict[str, Tensor]:  # a sample, as of a feature folder, on the CPU
     "What a request leaves for training. Errors: ValueError for one without hidden states."
     if generation.hidden_states is None:
         raise ValueError("hidden_states=None: `generate` it with an OnlineDrafter as drafter")
@@ -54,7 +55,7 @@ def rejected_tokens(
     generation: Generation,  # with records
     length: int,  # n, positions of its row
     k: int,  # tokens of the longest draft
-) -> dict[str, torch.Tensor]:  # [n, k]: ids, and probabilities, 0 where nothing was rejected
+) -> dict[str, Tensor]:  # [n, k]: ids, and probabilities, 0 where nothing was rejected
     """Each rejected draft token, at the last position that was decided before its draft, and
     what the verifier gave it behind the drafted tokens in front of it. Errors: ValueError for
     a generation without records."""
@@ -72,10 +73,10 @@ def rejected_tokens(
 
 
 def rejected_loss(
-    log_q: torch.Tensor,  # [R] the drafter's log-probability of each rejected token
-    p: torch.Tensor,  # [R] the verifier's probability of it
-    place: torch.Tensor,  # [R] of the token in its draft, from 0
-) -> torch.Tensor:  # []
+    log_q: Tensor,  # [R] the drafter's log-probability of each rejected token
+    p: Tensor,  # [R] the verifier's probability of it
+    place: Tensor,  # [R] of the token in its draft, from 0
+) -> Tensor:  # []
     "Mean reverse KL divergence of rejected tokens, as estimated from each (2605.29343)."
     delta = p.log() - log_q
     loss = (delta.exp() - delta - 1).clamp(max=LARGEST)
@@ -98,7 +99,7 @@ class OnlineDrafter:
         learning_rate: float = 3e-4,  # of AdamW
         memory: int = 8192,  # tokens of the latest requests that are kept
         total_seq_len: int = 1024,  # tokens of one packed row, a step of training
-        earlier: Sequence[dict[str, torch.Tensor]] = (),  # samples of its training so far
+        earlier: Sequence[dict[str, Tensor]] = (),  # samples of its training so far
         rejected_weight: float = 0.0,  # of `rejected_loss` beside the loss; for blocks
         seed: int = 0,  # of what is drawn
         **training_args: Any,  # of `get_trainer_kwargs`, e.g. ttt_steps
@@ -128,7 +129,7 @@ class OnlineDrafter:
         if model.reads_progress:
             self.training_args["progress"] = 1.0  # its schedule is behind it
         self.memory, self.total_seq_len, self.earlier = memory, total_seq_len, earlier
-        self.rows: list[dict[str, torch.Tensor]] = []  # the newest is the last
+        self.rows: list[dict[str, Tensor]] = []  # the newest is the last
         self.seed, self.draws, self.steps = seed, random.Random(seed), 0
 
     def reset(self) -> None:
@@ -137,11 +138,7 @@ class OnlineDrafter:
         self.drafter.reset()
 
     def propose(
-        self,
-        tokens: torch.Tensor,  # [n] decided
-        features: torch.Tensor,  # [m, A·H], or with H more columns for the last state
-        k: int,  # depth
-        sampling: Sampling,
+        self, tokens: Tensor, features: Tensor, k: int, sampling: Sampling
     ) -> TokenTree:
         "What the model's own drafter proposes."
         return self.drafter.propose(tokens, features[:, : self.columns], k, sampling)
@@ -161,7 +158,7 @@ class OnlineDrafter:
         while sum(len(row["input_ids"]) for row in self.rows) > self.memory and self.rows[1:]:
             del self.rows[0]
 
-    def packed_row(self) -> dict[str, torch.Tensor]:  # [1, total_seq_len, …]
+    def packed_row(self) -> dict[str, Tensor]:  # [1, total_seq_len, …]
         "The newest request, then others and earlier samples in turn."
         chosen, n = [self.rows[-1]], len(self.rows[-1]["input_ids"])
         while n < self.total_seq_len:
@@ -170,10 +167,7 @@ class OnlineDrafter:
             n += len(chosen[-1]["input_ids"])
         return collate(chosen, self.total_seq_len, self.model.shift, torch.float32)
 
-    def learn(
-        self,
-        steps: int = 1,
-    ) -> float:  # loss of the last step
+    def learn(self, steps: int = 1) -> float:  # loss of the last step
         """Training steps, by the model's own loss; the next request is drafted for with what
         was learned. Errors: ValueError where nothing was kept."""
         if not self.rows:

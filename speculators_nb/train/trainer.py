@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import broadcast_object_list
-from torch import nn
+from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
@@ -47,7 +47,7 @@ class MetricSums:
 
     def add(
         self,
-        metrics: dict[str, torch.Tensor],  # 0-d tensors, in pairs
+        metrics: dict[str, Tensor],  # 0-d tensors, in pairs
         weight: float = 1,  # 0: this batch does not count
     ):
         "Add one batch. ValueError for a metric that is not in a pair."
@@ -87,10 +87,7 @@ class StepCallback(TrainerCallback):
     """Give the sampler its epoch (transformers does not reach it when several ranks resume),
     count epochs by rows, and skip the update of a step without loss tokens."""
 
-    def __init__(
-        self,
-        trainer: Any,  # with `train_rows`, `epoch_after` and `step_tokens`
-    ):
+    def __init__(self, trainer: Any):  # with `train_rows`, `epoch_after` and `step_tokens`
         self.trainer = trainer
 
     def on_epoch_begin(self, args, state, control, **kwargs):
@@ -198,7 +195,7 @@ class SpeculatorTrainer(PackedLoaders, WholeCheckpoints):
     def _prepare_inputs(self, inputs):
         "To the device, without a wait, but for what the drafter reads on the host."
         stays = getattr(self.accelerator.unwrap_model(self.model), "read_on_host", ())
-        moves = {name for name, x in inputs.items() if isinstance(x, torch.Tensor)} - {*stays}
+        moves = {name for name, x in inputs.items() if isinstance(x, Tensor)} - {*stays}
         return inputs | {name: to_device(inputs[name], self.args.device) for name in moves}
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch: Any = None):
