@@ -3,6 +3,7 @@ or it does not."""
 
 import functools
 import itertools
+import math
 from collections import Counter
 from fractions import Fraction
 
@@ -22,6 +23,7 @@ from speculators_nb.decode.acceptance_rules import (
     emitted,
     exact,
     flip,
+    fly,
     last_row,
     lenient,
     outcomes,
@@ -223,7 +225,7 @@ def test_a_drafter_that_names_another_distribution_is_caught():
 
 
 def test_lossy_rules_are_marked():
-    assert [n for n, r in RULES.items() if not r.lossless] == ["typical"]
+    assert [n for n, r in RULES.items() if not r.lossless] == ["typical", "fly"]
     assert (
         lenient(1).lossless
         and not lenient(0.9).lossless
@@ -264,6 +266,10 @@ def test_synthetic_rates_are_what_comes_out():
         (lambda: synthetic([0.5, 0.6]), r"\[0.5, 0.6\].*not increase"),
         (lambda: synthetic([1.2]), "lie in"),
         (lambda: lenient(0), "accept_lenience=0"),
+        (lambda: fly(0), "fly_window_size=0 .* must be at least 1"),
+        (lambda: fly(2, -0.1), "fly_entropy_threshold=-0.1 not negative"),
+        (lambda: fly(2, math.nan), "fly_entropy_threshold=nan"),
+        (lambda: fly(2, 0.3, 0), "fly_entropy_top_k=0"),
         (lambda: tolerant(0), "verifier_accept_k=0"),
         (lambda: tolerant(1, -1), "accept_tolerance=-1"),
     ],
@@ -273,7 +279,10 @@ def test_refused_parameters(make, message):
         make()
 
 
-@pytest.mark.parametrize("name", [n for n in RULES if n != "block"])
+FOR_CHAINS = ("block", "fly")
+
+
+@pytest.mark.parametrize("name", [n for n in RULES if n not in FOR_CHAINS])
 def test_temperature_zero_is_greedy(name):
     "With a one-hot law every rule of the table is the greedy one, on trees too."
     g = torch.Generator().manual_seed(0)
@@ -288,14 +297,16 @@ def test_temperature_zero_is_greedy(name):
         assert RULES[name].decide(tree, target, g) == greedy(tree, target)
 
 
-def test_block_at_temperature_zero_is_greedy():
+@pytest.mark.parametrize("name", FOR_CHAINS)
+def test_a_rule_for_chains_at_temperature_zero_is_greedy(name):
+    "FLy too, as long as the verifier has no doubt."
     g = torch.Generator().manual_seed(0)
     for _ in range(50):
         target = torch.eye(3)[torch.randint(3, (4,), generator=g)]
         draft = torch.randint(2, (3,), generator=g)
         for probs in (None, torch.rand(3, 3, generator=g).softmax(-1)):
             tree = TokenTree.chain(draft, probs)
-            assert block(tree, target, g) == greedy(tree, target)
+            assert RULES[name].decide(tree, target, g) == greedy(tree, target)
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -343,6 +354,75 @@ def test_typical_takes_the_longest_then_likeliest_path():
     assert typical(0.3, 0.09).decide(tree, laws) == ([1, 3], 0)
     assert typical(0.001, 1.0).decide(tree, laws)[0] == [1, 3, 4]  # less is asked for
     assert typical(0.6, 1.0).decide(tree, laws) == ([], 0)  # more than the first two have
+
+
+def walk_of_fly(accepted, in_doubt, window):
+    "How many tokens are accepted, as vLLM's kernel finds it: a rejection is pending until the window is over."
+    kept, pending = 0, None
+    for i, yes in enumerate(accepted):
+        if pending is not None:
+            if not yes:
+                break
+            if i - pending == window:
+                kept, pending = i + 1, None
+        elif yes:
+            kept = i + 1
+        elif in_doubt[i] and i + window < len(accepted):
+            pending = i
+        else:
+            break
+    return kept
+
+
+SURE, DOUBT = [0.98, 0.01, 0.01], [0.4, 0.35, 0.25]  # 0.11 and 1.08 nats
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=9), st.sampled_from([None, 1, 2, 3, 6]))
+def test_fly_by_a_walk(tokens, window):
+    "At temperature 0: a token is the verifier's likeliest or its second choice, of which it is sure or in doubt."
+    accepted, in_doubt = [yes for yes, _ in tokens], [doubt for _, doubt in tokens]
+    tree = TokenTree.chain([0 if yes else 1 for yes in accepted])
+    likeliest = torch.eye(3)[[0] * (len(tokens) + 1)]
+    raw = torch.tensor([DOUBT if doubt else SURE for doubt in [*in_doubt, True]])
+    found = fly(window).decide(tree, likeliest, None, raw)
+    kept = walk_of_fly(accepted, in_doubt, window or min(6, max(1, len(tokens) - 1)))
+    assert found == ([*range(kept)], 0)
+    assert fly(window, math.inf).decide(tree, likeliest, None, raw) == greedy(tree, likeliest)
+
+
+@few
+@given(p=laws, q=laws, how=st.sampled_from(["without replacement", "likeliest"]))
+def test_fly_without_doubt_is_lossless(p, q, how):
+    assert output_law(fly(1, math.inf).decide, p, q, (1, 1), how) == verifier_law(p)
+
+
+@few
+@given(p=laws, q=laws, threshold=st.sampled_from([0, 0.3, 0.6, 1]))
+def test_fly_accepts_no_fewer(p, q, threshold):
+    assert mean_kept(fly(1, threshold).decide, p, q) >= mean_kept(standard, p, q)
+
+
+def test_fly_exactly():
+    """The verifier tosses a coin for each token and 0 is drafted twice. Both are accepted if the second coin is right,
+    whatever the first: three of four texts begin with 0, and not one of two."""
+    coin = {c: [Fraction(1, 2)] * 2 for c in contexts(2, 2)}
+    drafter = {c: [Fraction(2, 3), Fraction(1, 3)] for c in contexts(2, 2)}
+    written, _ = step_output(fly(1).decide, coin, drafter, (1, 1), "likeliest")
+    assert written == dict.fromkeys([(0, 0, 0), (0, 0, 1), (0, 1), (1,)], Fraction(1, 4))
+    assert mean_kept(fly(1).decide, coin, drafter, (1, 1), "likeliest") == Fraction(5, 4)
+    assert mean_kept(standard, coin, drafter, (1, 1), "likeliest") == Fraction(3, 4)
+    assert step_output(fly(1, 0.7).decide, coin, drafter, (1, 1), "likeliest")[1] == verifier_law(coin)  # ln 2 is less
+    with pytest.raises(ValueError, match="FLy is defined for chains"):
+        fly(1).decide(TokenTree(torch.tensor([0, 1]), torch.tensor([-1, -1])), torch.ones(3, 2) / 2)
+
+
+def test_fly_accepts_nothing_that_is_ruled_out():
+    "Token 2 has no probability, as behind a filter; token 1 has."
+    raw = torch.tensor([[0.5, 0.5, 0.0], [0.9, 0.1, 0.0], [0.9, 0.1, 0.0]])
+    likeliest = torch.eye(3)[[0, 0, 0]]
+    assert fly(1).decide(TokenTree.chain([1, 0]), likeliest, None, raw) == ([0, 1], 0)
+    assert fly(1).decide(TokenTree.chain([2, 0]), likeliest, None, raw) == ([], 0)
 
 
 def test_primitives_frequencies():

@@ -16,6 +16,7 @@ from speculators_nb.evaluate.calibration import (
     fit_temperatures,
     record_confidences,
     survival,
+    within_text,
 )
 from speculators_nb.lab.experiment import heldout_setting, settings
 from speculators_nb.lab.shipped import shipped_data
@@ -30,20 +31,21 @@ def test_a_constant_forecast_becomes_the_share(says, of_100):
     logit = math.log(says / (1 - says))
     accepted = torch.tensor([2] * of_100 + [1] * (100 - of_100) + [0] * 40)
     wanted = logit / math.log(of_100 / (100 - of_100))
-    found = fit_temperatures(torch.full((140, 2), logit), accepted)[1]
+    found = fit_temperatures(torch.full((140, 2), logit), accepted, accepted + 1)[1]
     assert abs(math.log(found / wanted)) < 0.012  # half the distance of neighbours
 
 
 def test_a_fit_is_the_best_of_all_temperatures():
     torch.manual_seed(1)
     logits, accepted = torch.randn(200, 3) * 2 + 1, torch.randint(4, (200,))
+    stopped = torch.rand(200) < 0.2  # the last accepted token is a stop token: none behind it was judged
 
     def loss(position, temperature):
-        rows = [i for i in range(200) if accepted[i] >= position]
+        rows = [i for i in range(200) if accepted[i] >= position + stopped[i]]
         signs = [-1 if accepted[i] > position else 1 for i in rows]
         return sum(math.log1p(math.exp(s * logits[i, position] / temperature)) for i, s in zip(rows, signs))
 
-    for position, fitted in enumerate(fit_temperatures(logits, accepted).tolist()):
+    for position, fitted in enumerate(fit_temperatures(logits, accepted, accepted + ~stopped).tolist()):
         assert loss(position, fitted) <= min(loss(position, 10 ** (e / 20)) for e in range(-20, 21)) + 1e-3
 
 
@@ -86,6 +88,21 @@ def test_what_is_recorded(fresh):
     with pytest.raises(ValueError, match="max_new_tokens=2: no step drafted k=3 tokens"):
         record_confidences(verifier, drafter, prompts, 3, max_new_tokens=2)
     assert isinstance(steps, Confidences)
+
+
+def test_slots_behind_a_stop_token_are_not_judged(fresh):
+    "At temperature 100 any token may be drawn: with a quarter of them stop tokens, some are accepted and end the text."
+    drafter = fresh.drafter(confidence_threshold=0.0)
+    verifier, prompts, _, _ = heldout_setting({"dspark": drafter}, 30)
+    stop = set(range(0, 2048, 4))
+    steps = record_confidences(verifier, drafter, prompts, 3, 100.0, max_new_tokens=17, eos_token_ids=stop)
+    known = within_text(steps.accepted, steps.written, 3)
+    ended = steps.written == steps.accepted
+    assert 0 < ended.sum() < len(ended) and (steps.written[~ended] == steps.accepted[~ended] + 1).all()
+    for accepted, stopped, row in zip(steps.accepted.tolist(), ended.tolist(), known.tolist()):
+        assert row == [not stopped or i < accepted for i in range(3)]
+    changed = steps._replace(logits=torch.where(known, steps.logits, 9.0))  # what is behind a stop token is not read
+    assert calibration_file(changed, torch.ones(3)) == calibration_file(steps, torch.ones(3))
 
 
 def test_the_command(fresh, tmp_path):

@@ -7,9 +7,10 @@ import torch
 
 from speculators_nb.core.options import algorithms
 from speculators_nb.decode.generate import NoDrafter, generate
+from speculators_nb.decode.step import Generation, Step, StepRecord
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.lab.experiment import COMMON, settings
-from speculators_nb.train.online import OnlineDrafter
+from speculators_nb.train.online import OnlineDrafter, rejected_tokens
 from speculators_nb.train.train_drafter import new_drafter
 from speculators_nb.verifier.tapped_model import Verifier
 
@@ -111,6 +112,17 @@ def test_rejected_tokens_are_as_likely_as_when_they_were_drafted(verifier, vocab
     assert before.exp()[: len(q)].tolist() == pytest.approx(q, rel=1e-3)
     drafter.learn(4)
     assert log_q().mean() < before.mean() - 0.1
+
+
+def test_what_is_behind_an_accepted_stop_token_was_not_rejected():
+    "The rule refuses 9 behind the stop token 7, which ended the text; in the step before it refused 8."
+    steps = [Step(3, [5, 8, 8], 1, [5, 6]), Step(3, [6, 7, 9], 2, [6, 7])]
+    records = [StepRecord([0.5, 0.25, 0.125], [1.0] * 3, [1.0] * 3, [], [], {}) for _ in steps]
+    answer = Generation([1, 2], [4, 5, 6, 6, 7], steps, "stop", records=records)
+    found = rejected_tokens(answer, 6, 3)
+    wanted = torch.zeros(6, 3)
+    wanted[2] = torch.tensor([0, 0.25, 0.125])
+    assert found["rejected_probs"].equal(wanted) and found["rejected_ids"].sum() == 16
 
 
 def test_earlier_samples_are_every_second_one(verifier):

@@ -221,9 +221,19 @@ def test_one_line_has_what_the_other_has_not(models, name):
             refused()
 
 
-def test_fly_is_for_the_engine(models, verifier):
-    with pytest.raises(ValueError, match="rejection_sample_method='fly' is for the engine"):
-        ours(models, CASES["fly"]).rule()
+def test_the_fields_of_fly(models):
+    "Token 1 in doubt, then 0 twice: a window of 2 is the default of a draft of 3."
+    tree, likeliest = TokenTree.chain([1, 0, 0]), torch.eye(3)[[0] * 4]
+    raw = torch.tensor([[0.5, 0.3, 0.2], *[[0.9, 0.05, 0.05]] * 3])
+    for fields, kept in (
+        ({}, 3),
+        (dict(fly_window_size=1), 3),
+        (dict(fly_entropy_threshold=1.1), 0),
+        (dict(fly_entropy_threshold=0.8, fly_entropy_top_k=2), 0),
+    ):
+        config = SpeculativeConfig(**NGRAM, rejection_sample_method="fly", **fields)
+        assert not config.rule().lossless
+        assert len(config.rule().decide(tree, likeliest, None, raw)[0]) == kept
     with pytest.warns(UserWarning, match="fly_window_size=2 has no effect without"):
         SpeculativeConfig(**NGRAM, fly_window_size=2)
     with pytest.warns(UserWarning, match="kv_cache_dtype='fp7' is unknown to vLLM 0.33, unless the platform has it"):

@@ -72,6 +72,16 @@ def test_rates_count_what_was_tried_and_forget():
     assert policy.rates() == pytest.approx([1, 1, 1], abs=1e-6)
 
 
+def test_slots_behind_an_accepted_stop_token_are_not_judged():
+    "Texts of two tokens, whose first draft token is the stop token: the second slot is never tried, nor the third."
+    policy = LengthByRates(COSTS)
+    simulate([Drafts(np.array([1]), np.zeros((1, 3)))] * 20, policy, COSTS)
+    assert policy.rates() == pytest.approx([1, 1, 1]) and policy.tried[1:].tolist() == [0, 0]
+    # a stop token that the verifier writes itself: the draft's first token is rejected
+    simulate([Drafts(np.array([0]), np.zeros((1, 3)))], policy, COSTS)
+    assert policy.rates()[0] < 1 and policy.tried[1:].tolist() == [0, 0]
+
+
 def test_a_length_that_does_not_pay_is_given_up_and_tried_again():
     policy = LengthByRates(COSTS)
     chosen = []
@@ -190,6 +200,23 @@ def test_a_stopping_draft_model_takes_the_steps_that_the_simulator_counts(verifi
     assert decoded.tokens == generate(verifier, NoDrafter(), prompt, k=0, max_new_tokens=60).tokens
     assert len(decoded.steps) == simulated[0, 2]
     assert len({len(s.draft) for s in decoded.steps}) > 2
+
+
+def test_a_drafter_that_is_always_right_has_no_token_rejected(verifier):
+    "A stop token inside its last draft ends the text, in the decoder as in the simulator; the same is learned."
+    costs, drafter, prompt = step_costs(4, 0.0), noisy(verifier, 0.0), PROMPTS[1]
+    text = generate(verifier, NoDrafter(), prompt, k=0, max_new_tokens=30).tokens
+    # steps write five tokens after the first one, the last of which is the verifier's
+    stop = next(t for i, t in enumerate(text) if t not in text[:i] and i % 5 in (1, 2, 3))
+    decoding = dict(max_new_tokens=30, eos_token_ids={stop})
+    decoded, simulated = LengthByConfidence(costs), LengthByConfidence(costs)
+    answer = generate(verifier, StoppingDrafter(drafter, decoded), prompt, k=4, **decoding)
+    assert answer.finish_reason == "stop" and len(answer.steps[-1].tokens) < len(answer.steps[-1].draft)
+    simulate([record_drafts(verifier, drafter, prompt, 4, **decoding)], simulated, costs)
+    for policy in (decoded, simulated):
+        assert policy.counted.tried.tolist() == policy.counted.kept.tolist() and policy.counted.tried[0]
+        assert all(accepted for _, _, accepted in policy.outcomes)
+    assert decoded.counted.tried.tolist() == simulated.counted.tried.tolist()
 
 
 def test_requests_of_a_batch_stop_apart_and_learn_together(verifier):

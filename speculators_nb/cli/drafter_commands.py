@@ -380,6 +380,7 @@ def calibrate(
         plot_reliability,
         record_confidences,
         survival,
+        within_text,
     )
 
     writable_folder(output_dir)
@@ -397,13 +398,14 @@ def calibrate(
         eos_token_ids=eos_ids_of(loaded.target, loaded.tokenizer),
         **sampling,
     )
-    temperatures = fit_temperatures(steps.logits, steps.accepted)
+    temperatures = fit_temperatures(steps.logits, steps.accepted, steps.written)
     found = calibration_file(steps, temperatures, str(data))
+    known = within_text(steps.accepted, steps.written, loaded.k)
     forecasts = {
-        "uncalibrated": survival(steps.logits, torch.ones_like(temperatures)),
-        "calibrated": survival(steps.logits, temperatures),
+        "uncalibrated": survival(steps.logits, torch.ones_like(temperatures))[known],
+        "calibrated": survival(steps.logits, temperatures)[known],
     }
-    figure = plot_reliability(forecasts, all_accepted(steps.accepted, loaded.k))
+    figure = plot_reliability(forecasts, all_accepted(steps.accepted, loaded.k)[known])
     _save(Path(output_dir) / "calibration", json.dumps(found, indent=1) + "\n", figure, ".json")
     origin = {"drafter": drafter, "verifier": loaded.verifier, "data": data}
     write_provenance(output_dir, "calibrate", sampling, origin, requests=len(prompts))

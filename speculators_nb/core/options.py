@@ -807,7 +807,7 @@ RULES |= {
     "min_p": number(0.05, low=0, high=1),
     "record": whole(5, 0, MOST_DRAFTED),
     "engine": word("reference", "vllm"),
-    "rule": word("standard", "greedy", "strict", "block", "traversal", "typical", objects=True),
+    "rule": word("standard", "greedy", "strict", "block", "traversal", "typical", "fly", objects=True),
     "kv_cache": word("dynamic", "static", "graphs"),
     "attn_implementation": word(*ATTENTION, none=True),
     "load": word("requests", "guidellm"),

@@ -252,7 +252,11 @@ def choose(
         tree = copy.copy(tree)
         tree.probs = None  # its distributions are for the record
     probs = target_probs(rule, sampling, logits)
-    decision = rule.choose(tree, probs, sampling.generator)
+    if rule.raw_too and not sampling.temperature:
+        raw_probs = logits.float().softmax(-1)
+        decision = rule.choose(tree, probs, sampling.generator, raw_probs)
+    else:
+        decision = rule.choose(tree, probs, sampling.generator)
     if not isinstance(decision, Decision):  # a rule that has looked
         path, token = decision
         accepted = to_device([node in path for node in range(len(tree))], logits.device)

@@ -22,13 +22,13 @@ TEMPERATURES = torch.logspace(-1, 1, 201)
 FEWEST = 30  # steps at a position, for a fit of its temperature
 
 
-def fit_temperatures(logits: Tensor, accepted: Tensor) -> Tensor:
+def fit_temperatures(logits: Tensor, accepted: Tensor, written: Tensor) -> Tensor:
     """For each position the temperature, [k], of least binary cross-entropy between sigmoid(logit / T) and acceptance,
     over the steps that accepted all before: logits [N, k] of the confidence head, accepted [N] draft tokens of each
-    step. Errors: ValueError where too few steps got there."""
+    step, and written [N] tokens, as of `Confidences`. Errors: ValueError where too few steps got there."""
     temperatures = []
     for position, logit in enumerate(logits.T):
-        reached = accepted >= position
+        reached = written > position
         if (steps := int(reached.sum())) < FEWEST:
             raise ValueError(
                 f"position {position + 1} was reached by {steps} steps, and a temperature needs {FEWEST}; raise "
@@ -49,6 +49,11 @@ def survival(logits: Tensor, temperatures: Tensor) -> Tensor:
 def all_accepted(accepted: Tensor, k: int) -> Tensor:
     "What `survival` forecasts: [N, k] bool, of accepted [N]."
     return accepted[:, None] > torch.arange(k)
+
+
+def within_text(accepted: Tensor, written: Tensor, k: int) -> Tensor:
+    "Where it is known what became of a forecast: [N, k] bool, all but what is behind an accepted stop token."
+    return all_accepted(written, k) | (written > accepted)[:, None]
 
 
 def reliability_table(forecast: Tensor, happened: Tensor, bins: int = 10) -> pd.DataFrame:
@@ -89,7 +94,8 @@ class Confidences(NamedTuple):
     "Steps of a drafter with a confidence head."
 
     logits: Tensor  # [N, k], before any temperature
-    accepted: Tensor  # [N] draft tokens that the verifier accepted
+    accepted: Tensor  # [N] draft tokens that were accepted, none behind a stop token
+    written: Tensor  # [N] tokens of the text: one more, the verifier's, unless a stop token was accepted
     prompt: Tensor  # [N] number of the step's prompt
 
 
@@ -121,28 +127,31 @@ def record_confidences(
         max_new_tokens=max_new_tokens,
         eos_token_ids=eos_token_ids,
     )
-    logits, accepted, prompt = [], [], []
+    logits, accepted, written, prompt = [], [], [], []
     for i, answer in enumerate(answers):
         steps = [step for step in answer["drafter"].steps if step.requested]
         for step, (_, logit) in zip(steps, recorded.costs, strict=True):
             if step.requested == k:
                 logits.append(logit)
-                accepted.append(step.accepted)
+                accepted.append(min(step.accepted, len(step.tokens)))
+                written.append(len(step.tokens))
                 prompt.append(i)
         recorded.costs.clear()
     if not logits:
         raise ValueError(f"max_new_tokens={max_new_tokens}: no step drafted k={k} tokens; raise it")
-    return Confidences(torch.stack(logits), torch.tensor(accepted), torch.tensor(prompt))
+    return Confidences(torch.stack(logits), torch.tensor(accepted), torch.tensor(written), torch.tensor(prompt))
 
 
 def calibration_file(steps: Confidences, temperatures: Tensor, dataset: str = "") -> dict[str, Any]:
     """Temperatures [k] of `fit_temperatures`, and the calibration error of each position's product before and after, as
     SGLang's `DSparkStsCalibration` reads them. `dataset`: what was decoded."""
-    happened = all_accepted(steps.accepted, steps.logits.shape[1]).T
+    k = steps.logits.shape[1]
+    happened = all_accepted(steps.accepted, k)
+    known = within_text(steps.accepted, steps.written, k)
 
     def errors(temperatures):
-        forecasts = survival(steps.logits, temperatures).T
-        return [round(expected_calibration_error(*pair), 4) for pair in zip(forecasts, happened)]
+        positions = zip(survival(steps.logits, temperatures).T, happened.T, known.T)
+        return [round(expected_calibration_error(f[there], h[there]), 4) for f, h, there in positions]
 
     return dict(
         temperatures=[round(t, 4) for t in temperatures.tolist()],

@@ -83,8 +83,9 @@ class LengthPolicy(Protocol):
         "Of the next step. A chain's confidence in a token is known once it is drafted."
         ...
 
-    def learn(self, drafted: int, accepted: int, logits: np.ndarray) -> None:
-        "What became of the step; `logits` are those of its drafted tokens."
+    def learn(self, judged: int, accepted: int, logits: np.ndarray) -> None:
+        """What became of the step: of its first `judged` draft tokens, so many were accepted.
+        `logits` are those of all its draft tokens."""
         ...
 
 
@@ -98,7 +99,7 @@ class FixedLength:
         "k."
         return self.k
 
-    def learn(self, drafted, accepted, logits) -> None:
+    def learn(self, judged, accepted, logits) -> None:
         "Nothing."
 
 
@@ -128,11 +129,11 @@ class LengthByRates:
         "The fastest."
         return best_gamma(self.speeds())
 
-    def learn(self, drafted: int, accepted: int, logits: Any = None) -> None:
+    def learn(self, judged: int, accepted: int, logits: Any = None) -> None:
         "Count the positions that were tried: the accepted ones, and the first rejected."
         self.tried *= self.decay
         self.kept *= self.decay
-        self.tried[: min(accepted + 1, drafted)] += 1
+        self.tried[: min(accepted + 1, judged)] += 1
         self.kept[:accepted] += 1
 
     def __call__(self, steps: list[Step]) -> int:
@@ -183,10 +184,10 @@ class LengthByConfidence:
         "The first that no further one improves."
         return next(n for n in range(self.most + 1) if not self.goes_on(n, logits))
 
-    def learn(self, drafted: int, accepted: int, logits: np.ndarray) -> None:
+    def learn(self, judged: int, accepted: int, logits: np.ndarray) -> None:
         "Count as by rates; after some steps fit the confidences."
-        self.counted.learn(drafted, accepted)
-        tested = range(min(accepted + 1, drafted))
+        self.counted.learn(judged, accepted)
+        tested = range(min(accepted + 1, judged))
         self.outcomes.extend((i, logits[i], i < accepted) for i in tested)
         self.steps += 1
         if self.outcomes and self.steps % self.every == 0:
@@ -215,7 +216,8 @@ def simulate(
         while end < len(accepted):
             n = policy.length(logits[end])
             kept = min(int(accepted[end]), n)
-            policy.learn(n, kept, logits[end])
+            judged = min(n, len(accepted) - end)  # a text ends at its stop token
+            policy.learn(judged, kept, logits[end])
             end, cost, steps = end + kept + 1, cost + costs[n], steps + 1
         rows.append((len(accepted), cost, steps))
     return np.array(rows, dtype=float)
@@ -274,9 +276,10 @@ class StoppingDrafter:
         if self.last is None:
             return
         before, draft = self.last
+        # what was judged: up to the first rejected token, or to a stop token
         decided = tokens[before : before + len(draft)].to(draft.device)
         accepted = int((draft[: len(decided)] == decided).int().cumprod(0).sum())
-        self.policy.learn(len(draft), accepted, np.array(self.logits))
+        self.policy.learn(len(decided), accepted, np.array(self.logits))
 
     def goes_on(self, logits: torch.Tensor) -> bool:  # [1, Vd] of the token just drafted
         "Note the confidence in it, and ask the policy."

@@ -25,7 +25,7 @@ from ..core.config import check_field_types
 from ..core.files import NotSupported, read_object
 from ..core.options import MOST_DRAFTED, shown
 from ..core.registry import ReloadableBaseModel
-from ..decode.acceptance_rules import RULES, Rule, synthetic
+from ..decode.acceptance_rules import RULES, Rule, fly, synthetic
 from ..decode.draft_model import DraftModel
 from ..decode.generate import Generation, HiddenStates, generate
 from ..decode.ngram import NgramDrafter
@@ -470,22 +470,18 @@ class SpeculativeConfig(ReloadableBaseModel):
         return json.dumps(_fields_for(self, engine_version or self.engine_version or NEWEST))
 
     def rule(self) -> Rule:  # of `decode.acceptance_rules`
-        "The acceptance rule. Errors: ValueError for FLy, and for block verification of a tree with branches."
+        "The acceptance rule. Errors: ValueError for block verification or FLy of a tree with branches."
         if self.verification == "synthetic":
             assert self.synthetic_acceptance_rates is not None  # filled in with the config
             return synthetic(self.synthetic_acceptance_rates)
-        if self.verification == "block" and not self.is_chain:
+        if self.verification in ("block", "fly") and not self.is_chain:
             self.refuse(
                 "speculative_token_tree",
-                "has branches, and rejection_sample_method='block' is defined for chains; write 'standard', or leave "
-                "the tree out",
+                f"has branches, and rejection_sample_method={self.verification!r} is defined for chains; write "
+                "'standard', or leave the tree out",
             )
         if self.verification == "fly":
-            self.refuse(
-                "rejection_sample_method",
-                "is for the engine: this decoder has no lossy verification of that kind; write 'standard' to decode "
-                "here",
-            )
+            return fly(self.fly_window_size, self.fly_entropy_threshold, self.fly_entropy_top_k)
         return RULES["strict" if self.rejection_sample_method == "strict" else self.verification]
 
     def drafter(self, verifier: Verifier) -> Drafter:

@@ -57,14 +57,15 @@ def rejected_tokens(
     k: int,  # tokens of the longest draft
 ) -> dict[str, Tensor]:  # [n, k]: ids, and probabilities, 0 where nothing was rejected
     """Each rejected draft token, at the last position that was decided before its draft, and
-    what the verifier gave it behind the drafted tokens in front of it. Errors: ValueError for
-    a generation without records."""
+    what the verifier gave it behind the drafted tokens in front of it; none behind an accepted
+    stop token. Errors: ValueError for a generation without records."""
     if generation.records is None:
         raise ValueError("records=None: `generate(…, record=1)` for what was rejected")
     ids, probs = torch.zeros(length, k, dtype=torch.long), torch.zeros(length, k)
     anchor = len(generation.prompt)  # the first token of the answer
     for step, record in zip(generation.steps, generation.records):
-        if step.draft and anchor < length:
+        ended = len(step.tokens) <= step.accepted  # the text, at an accepted stop token
+        if step.draft and anchor < length and not ended:
             rejected = slice(step.accepted, len(step.draft))
             ids[anchor, rejected] = torch.tensor(step.draft)[rejected]
             probs[anchor, rejected] = torch.tensor(record.p).clamp(min=FLOOR)[rejected]

@@ -47,8 +47,9 @@ def _no_residual(p, children, tree, generator):
     return None, p
 
 
-# a draft is a chain here, on which traversal is block verification
-LAB_RULES = {name: rule for name, rule in RULES.items() if name != "traversal"} | {
+# a draft is a chain here, on which traversal is block verification; FLy looks at the text behind
+# a token, on which nothing depends here
+LAB_RULES = {n: rule for n, rule in RULES.items() if n not in ("traversal", "fly")} | {
     "tolerant": tolerant(SETTINGS["accept_k"]),
     "lenient": lenient(SETTINGS["lenience"]),
     "synthetic": synthetic(SETTINGS["rates"]),

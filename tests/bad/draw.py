@@ -289,7 +289,7 @@ WORDS = {
     "on_bad": ("raise", "skip"),
     "optimizer": ("adamw", "muon"),
     "engine": ("reference",),
-    "rule": ("standard", "greedy", "strict", "block", "traversal", "typical"),
+    "rule": ("standard", "greedy", "strict", "block", "traversal", "typical", "fly"),
     "load": ("requests",),
     "host": ("0.0.0.0", "::1", "localhost", "null", "None", "x"),
     "save_dtype": ("float32", "bfloat16", "float16", "float64"),
