@@ -150,6 +150,19 @@ class Blocks(NamedTuple):
             supervised=self.supervised[kept],
         )
 
+    def of_part(
+        self,
+        start: int,
+        stop: int,
+    ) -> "Blocks":
+        "The blocks at positions start … stop-1 of the row. Targets are counted from `start`."
+        mine = (self.anchors >= start) & (self.anchors < stop)
+        return self._replace(
+            anchors=self.anchors[mine],
+            targets=self.targets[mine] - start,
+            supervised=self.supervised[mine],
+        )
+
     def to_slots(
         self,
         values: torch.Tensor,  # [N], of the slots that carry loss
