@@ -3,6 +3,8 @@
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from torch import distributed as dist
 from torch import multiprocessing
 
 from speculators_nb.distributed.long_rows import RowPart
+from speculators_nb.train.trainer import SpeculatorTrainer
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -102,29 +105,24 @@ def test_a_row_of_131072_on_four_ranks(algorithm):
     assert four["peak_mb"] < 1.2 / 4 * one["peak_mb"]
 
 
-def trained(root, ranks, name, **settings):
-    "The folder of a training run of four rows in a step, on so many ranks."
-    rows = settings.get("context_parallel_size", 1) * ROWS_IN_STEP // ranks
-    settings = dict(optimizer="adamw", gradient_accumulation_steps=rows) | settings
-    job = Job(name, f"{name}{ranks}", settings)
-    if ranks > 1:
-        launch(root, [job], ranks, fsdp=False)
-    else:
-        report = report_of(run(job, root, 1, False))
-        (root / job.folder / "report.json").write_text(json.dumps(report))
-    return root / job.folder
-
-
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("name", ["eagle3", "dflash"])
-def test_training_is_that_of_one_process(tmp_path, name, ranks):
+def test_training_is_that_of_one_process(tmp_path, ranks):
     "Ranks in groups of two, which share each row: logs of training and evaluation, weights, files."
-    alone, shared = trained(tmp_path, 1, name), trained(tmp_path, ranks, name, context_parallel_size=2)
-    check_same(shared, alone)
-    assert files_of(shared) == files_of(alone)
+    adamw, shared = dict(optimizer="adamw"), dict(context_parallel_size=2)
+    rows = dict(gradient_accumulation_steps=2 * ROWS_IN_STEP // ranks)
+    jobs = [Job(name, f"{name}{ranks}", adamw | shared | rows) for name in ("eagle3", "dflash")]
+    launch(tmp_path, jobs, ranks, fsdp=False)
+    for job in jobs:
+        report = report_of(run(Job(job.name, job.name, adamw), tmp_path, 1, False))
+        (tmp_path / job.name / "report.json").write_text(json.dumps(report))
+        check_same(tmp_path / job.folder, tmp_path / job.name)
+        assert files_of(tmp_path / job.folder) == files_of(tmp_path / job.name)
 
 
-def test_what_cannot_share_a_row_is_refused(tmp_path):
-    for name, words in (("peagle", "PEagleDraftModel needs a row"), ("dspark rnn", "DSparkDraftModel reads the whole")):
-        with pytest.raises(AssertionError, match=words):
-            trained(tmp_path, 2, name, context_parallel_size=2)
+def test_what_cannot_share_a_row_is_refused():
+    trainer: Any = SimpleNamespace(model=drafter("peagle", "llama"), args=SimpleNamespace(context_parallel_size=2))
+    with pytest.raises(ValueError, match="context_parallel_size=2: PEagleDraftModel needs a row"):
+        SpeculatorTrainer.share_rows(trainer)
+    for name in ("dspark rnn", "dflash2", "xpress", "domino"):
+        with pytest.raises(ValueError, match="DraftModel reads the whole row"):
+            drafter(name, "llama").targets_ahead()
