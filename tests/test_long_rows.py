@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from matrix import batch_for, drafter, full_gradient, verifier
-from sharded import ROWS_IN_STEP, Job, free_port, launch, report_of, run
+from safetensors.torch import load_file
+from sharded import ROWS_IN_STEP, SAVE, Job, free_port, launch, report_of, run
 from test_sharded import check_same, files_of
 from torch import distributed as dist
 from torch import multiprocessing
@@ -107,16 +108,20 @@ def test_a_row_of_131072_on_four_ranks(algorithm):
 
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_training_is_that_of_one_process(tmp_path, ranks):
-    "Ranks in groups of two, which share each row: logs of training and evaluation, weights, files."
-    adamw, shared = dict(optimizer="adamw"), dict(context_parallel_size=2)
-    rows = dict(gradient_accumulation_steps=2 * ROWS_IN_STEP // ranks)
-    jobs = [Job(name, f"{name}{ranks}", adamw | shared | rows) for name in ("eagle3", "dflash")]
-    launch(tmp_path, jobs, ranks, fsdp=False)
-    for job in jobs:
-        report = report_of(run(Job(job.name, job.name, adamw), tmp_path, 1, False))
-        (tmp_path / job.name / "report.json").write_text(json.dumps(report))
-        check_same(tmp_path / job.folder, tmp_path / job.name)
-        assert files_of(tmp_path / job.folder) == files_of(tmp_path / job.name)
+    "Ranks in groups of two, which share each row: logs of training and evaluation, weights, files; a resume is exact."
+    settings = dict(optimizer="adamw", context_parallel_size=2, gradient_accumulation_steps=2 * ROWS_IN_STEP // ranks)
+    kept = settings | dict(save_strategy="steps", save_steps=SAVE)
+    whole, resumed = Job("eagle3", "eagle3", kept), Job("eagle3", "resumed", kept, resume=f"eagle3/checkpoint-{SAVE}")
+    plain = Job("dflash", "dflash", settings)
+    launch(tmp_path, [whole, resumed, plain], ranks, fsdp=False)
+    for job in (whole, plain):
+        alone = tmp_path / f"{job.name} alone"
+        report = report_of(run(Job(job.name, alone.name, dict(optimizer="adamw")), tmp_path, 1, False))
+        (alone / "report.json").write_text(json.dumps(report))
+        check_same(tmp_path / job.folder, alone)
+    assert files_of(tmp_path / "dflash") == files_of(alone)
+    a, b = (load_file(tmp_path / job.folder / "model.safetensors") for job in (whole, resumed))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_what_cannot_share_a_row_is_refused():

@@ -1,11 +1,11 @@
-"""A row of 131,072 positions through EAGLE-3 and DFlash, in one process and split over 2 and 4 (gloo, on a CPU): memory
-of a rank, and whether the gradient is that of one process. The notebook on long rows draws the record.
+"""A row of 131,072 positions through EAGLE-3 and DFlash, in one process and split over four (gloo, on a CPU): memory of
+a rank, and whether the gradient is that of one process. The notebook on long rows draws the record.
 
-    python benchmarks/long_rows/run.py [--length 131072]    half an hour on two cores; writes results/<processor>.json
+    python benchmarks/long_rows/run.py [--length 131072]    half an hour; writes results/<processor>.json
 
-Method: width 128, 8 query and 4 key heads, a vocabulary of 512; one document in which the last 128 of every 4,096 tokens
-carry loss. A rank makes the features of its own positions and never sees the others. Its memory is the highest resident
-set in a step less the one before the row was made, after a step with a short row; one thread a process.
+Method: width 128, 8 query and 4 key heads, a vocabulary of 512; one document in which the last 128 of every 4,096
+tokens carry loss. A rank makes the features of its own positions and never sees the others. Its memory is the highest
+resident set in a step less the one before the row was made, after a step with a short row; one thread a process.
 """
 
 import argparse
@@ -115,7 +115,7 @@ def measure(algorithm, length, ranks):
     return found[0] | {name: max(x[name] for x in found) for name in ("peak_mb", "seconds")}
 
 
-def rows(algorithm, length, ranks=(1, 2, 4)):
+def rows(algorithm, length, ranks=(1, 4)):
     "A row of the record for each number of ranks; the first is one process."
     one, made = None, []
     for n in ranks:

@@ -100,8 +100,8 @@ class BlockAttention(NamedTuple):
     context_rope: tuple[torch.Tensor, torch.Tensor]  # cos, sin [L, R]
     block_rope: tuple[torch.Tensor, torch.Tensor]  # cos, sin [A, B, R]
     impl: str  # of `block_attention`, or of `attention` in the definition
-    part: RowPart | None = None  # of a row that ranks share: context and blocks are its own
-    counts: Sequence[int] = ()  # blocks of each of these ranks
+    part: RowPart | None  # of a row that ranks share: context and blocks are its own
+    counts: list[int]  # blocks of each of these ranks
 
     def project(
         self,
@@ -216,7 +216,7 @@ class BlockDrafting(SpeculatorModel):
         slot = torch.arange(tokens.shape[1], device=anchors.device)
         last_positions = position_ids[drawn_anchors] + len(slot) - 1
         length = self.rotary.length(position_ids, last_positions)
-        read, starts, counts = position_ids, position_ids[anchors], []
+        read, starts, counts = position_ids, position_ids[anchors], list[int]()
         if part is not None:
             read = position_ids[part.start : part.stop]
             starts, counts = read[part.places(anchors)], part.counts(anchors)

@@ -241,7 +241,7 @@ def take_embeds(
     rows: Tensor | slice,  # [M] int64, all different; or a slice of the rows
 ) -> Any:  # of the same kind, [M, ...]
     "Some rows of what a layer reads beside the hidden state."
-    take = take_rows if isinstance(rows, Tensor) else Tensor.__getitem__
+    take: Any = take_rows if isinstance(rows, Tensor) else Tensor.__getitem__
     if isinstance(x, Tensor):
         return take(x, rows)
     return x._replace(

@@ -196,7 +196,7 @@ class SpeculatorTrainer(PackedLoaders, WholeCheckpoints):
                 f"context_parallel_size={size}: {type(model).__name__} needs a row on one "
                 "rank; leave it out (--context-parallel-size 1)"
             )
-        group, _ = dist.new_subgroups(size)
+        group: Any = dist.new_subgroups(size)[0]
         ahead = model.targets_ahead(**self.train_kwargs)
         layer = model.config.transformer_layer_config
         crosses = self.train_kwargs.get("cross_document_targets", False)
