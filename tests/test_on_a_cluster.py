@@ -128,6 +128,13 @@ def test_the_line_for_two_machines_trains(features, tmp_path):
 
 
 @pytest.mark.nightly
+def test_the_line_for_long_rows_trains(features, tmp_path):
+    (line,) = section("Rows that do not fit a device")
+    ended([started(line, 4, features=features, drafter=tmp_path / "drafter")])
+    assert (tmp_path / "drafter/model.safetensors").is_file()
+
+
+@pytest.mark.nightly
 def test_the_line_for_split_weights_trains(features, tmp_path):
     (line,) = section("Weights that do not fit a device")
     ended([started(line, 2, features=features, drafter=tmp_path / "drafter")])

@@ -237,6 +237,7 @@ def test_ranks_take_the_rows_and_seeds_of_one_process(arguments):
         one.shift = shift_by_one
         one.args = SimpleNamespace(total_seq_len=12, seed=0, data_seed=None, world_size=world_size)
         one.args.process_index, one.args.gradient_accumulation_steps = rank, accumulation
+        one.args.data_ranks, one.args.data_rank, one.args.context_parallel_size = world_size, rank, 1
         one.train_rows = one.rows(data)
         mine = BatchSamplerShard(one.train_rows, world_size, rank)
         batches, found = (collate([data[i] for i in row], 12, shift_by_one) for row in mine), []

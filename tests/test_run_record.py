@@ -363,6 +363,7 @@ def test_fsdp_names_the_torch_that_it_needs(monkeypatch):
         (dict(fsdp="full_shard"), "fsdp='full_shard'.*true or false"),
         (dict(fsdp=True), "fsdp=True.*torchrun"),
         (dict(checkpoint_format="sharded"), "checkpoint_format='sharded'.*--fsdp"),
+        (dict(context_parallel_size=2), "context_parallel_size=2: 1 ranks .*--nproc-per-node 2"),
         (dict(checkpoint_format="dcp"), "checkpoint_format='dcp'.*full.*sharded"),
         (dict(fsdp_config={"min_num_params": 1}), "fsdp_config=.*leave it out"),
         (dict(adam_beta1=1.5), "adam_beta1=1.5"),

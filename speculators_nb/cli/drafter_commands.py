@@ -70,7 +70,7 @@ def _decoding(verifier, data) -> Measure | None:
 
 GIVEN_TO_TRAINER = (  # options of `train` that are training arguments of the same name
     *("num_train_epochs", "total_seq_len", "gradient_accumulation_steps", "bf16", "fsdp"),
-    *("learning_rate", "optimizer", "checkpoint_format", "save_dtype"),
+    *("learning_rate", "optimizer", "checkpoint_format", "context_parallel_size", "save_dtype"),
     *("early_stopping_patience", "regenerate_every"),
 )
 
@@ -114,6 +114,7 @@ def train(
     bf16: bool = False,  # compute in bfloat16 above float32 weights
     fsdp: bool = False,  # split weights and optimizer over the ranks (under torchrun)
     checkpoint_format: str = "full",  # or sharded: with --fsdp, each rank writes its part
+    context_parallel_size: int = 1,  # ranks that share a row, by position (under torchrun)
     save_dtype: str | None = None,  # of the saved drafter, e.g. bfloat16; default: float32
     early_stopping_patience: int | None = None,  # evaluations without progress; default: never
     regenerate_every: int | None = None,  # epochs until the verifier answers anew; default: never

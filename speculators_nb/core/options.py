@@ -699,6 +699,7 @@ RULES |= {
     "learning_rate": number(1e-4, above=0, none=True),
     "optimizer": word("adamw", "muon"),
     "checkpoint_format": word("full", "sharded"),
+    "context_parallel_size": whole(1, 1, 1024),
     "save_dtype": word("bfloat16", "float16", "float32", none=True),
     "early_stopping_patience": whole(3, 1, none=True),
     "regenerate_every": whole(1, 1, none=True),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig, Qwen3Config
 
+from ..distributed.long_rows import RowPart
 from .base import SpeculatorModel
 from speculators_nb.models.serving_rules import (
     LAYER,
@@ -100,6 +101,8 @@ class BlockAttention(NamedTuple):
     context_rope: tuple[Tensor, Tensor]  # cos, sin [L, R]
     block_rope: tuple[Tensor, Tensor]  # cos, sin [A, B, R]
     impl: str  # of `block_attention`, or of `attention` in the definition
+    part: RowPart | None  # of a row that ranks share: context and blocks are its own
+    counts: list[int]  # blocks of each of these ranks
 
     def project(
         self,
@@ -119,8 +122,20 @@ class BlockAttention(NamedTuple):
         "Each block over its own keys. Anchors ascend, and none is padding."
 
         def attend(self_attn, x):
-            parts, sinks = self.project(self_attn, x), self_attn.attention_sink_bias
-            heads = block_attention(*parts, mask, impl=self.impl, sinks=sinks)
+            projected, sinks = self.project(self_attn, x), self_attn.attention_sink_bias
+            part, counts = self.part, self.counts
+            if part is not None:
+                queries, keys, values, own_keys, own_values = projected
+                projected = Projections(
+                    part.to_heads(queries, counts),
+                    part.to_heads(keys, part.sizes),
+                    part.to_heads(values, part.sizes),
+                    part.to_heads(own_keys, counts),
+                    part.to_heads(own_values, counts),
+                )
+                sinks = None if sinks is None else part.own_heads(sinks)
+            heads = block_attention(*projected, mask, impl=self.impl, sinks=sinks)
+            heads = heads if part is None else part.to_positions(heads, counts)
             return heads.transpose(0, 1)
 
         return attend
@@ -192,6 +207,8 @@ class BlockDrafting(SpeculatorModel):
         impl: str = "blocked",  # of `block_attention`, or of `attention` where not lean
         serving_window: bool = False,  # the window follows the slots (vLLM); False: the anchor
         drawn_anchors: Tensor | None = None,  # [N] all of the row; None: `anchors`
+        # of a row that ranks share: tokens and context are its own, all else is of the row
+        part: RowPart | None = None,
     ) -> Tensor:  # [A, B, H], normed
         """Blocks through the layers. Keys and values of the context are made by the same
         projections as those of the block; the context itself stays as it is."""
@@ -200,9 +217,13 @@ class BlockDrafting(SpeculatorModel):
         slot = torch.arange(tokens.shape[1], device=anchors.device)
         last_positions = position_ids[drawn_anchors] + len(slot) - 1
         length = self.rotary.length(position_ids, last_positions)
-        context_rope = self.rotary(context, position_ids, length)
-        block_rope = self.rotary(context, position_ids[anchors][:, None] + slot, length)
-        blocks = BlockAttention(context, context_rope, block_rope, impl)
+        read, starts, counts = position_ids, position_ids[anchors], list[int]()
+        if part is not None:
+            read = position_ids[part.start : part.stop]
+            starts, counts = read[part.places(anchors)], part.counts(anchors)
+        context_rope = self.rotary(context, read, length)
+        block_rope = self.rotary(context, starts[:, None] + slot, length)
+        blocks = BlockAttention(context, context_rope, block_rope, impl, part, counts)
         hidden = self.embed_tokens(tokens)
         masks = {
             layer.window: self.mask(layer, anchors, document_ids, serving_window)

@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from torch.nn import functional as F
 from transformers import Qwen3Config
 
 from ..core.config import Qwen3Layers, SpeculatorModelConfig
+from ..distributed.long_rows import row_part
 from .base import ForwardOutput, SpeculatorModel
 from speculators_nb.models.blocks import (
     BLOCK_RULES,
@@ -419,6 +421,9 @@ class DFlashDraftModel(BlockDrafting):
         generator: torch.Generator | None = None,  # of the draw, on the CPU; None: see `blocks`
         seed: int = 0,  # of the draw in evaluation
         lean: bool = True,  # False: the dense definition, which also returns draft tokens
+        # ranks that share the row: features are those of this rank (`RowPart.of_batch`), and
+        # the loss is its part of the row's; None: the row is here
+        row_group: dist.ProcessGroup | None = None,
         *,
         max_anchors: int | None = None,  # blocks drawn; None: the config's
         loss_config: dict | str = "kl_div",  # see `losses.parse_loss`
@@ -451,19 +456,25 @@ class DFlashDraftModel(BlockDrafting):
             cross_document=upstream,
             lean=lean,
         )
+        layer = self.config.transformer_layer_config
+        part, row_blocks = None, blocks
+        if row_group is not None:
+            part = row_part(len(ids), row_group, layer, lean, upstream)
+            part.check(hidden_states, verifier_last_hidden_states, self.targets_ahead())
+            blocks = row_blocks.of_part(part.start, part.stop)
         blocks = blocks.to(ids.device, self.config.first_slot)
         tokens = self.block_tokens(ids[blocks.anchors])
-        layer = self.config.transformer_layer_config
         hidden = self.block_hidden(
             tokens,
             self.context(hidden_states[0]),
-            blocks.anchors,
+            blocks.anchors if part is None else to_device(row_blocks.anchors, ids.device),
             documents,
             position_ids[0],
             lean=lean,
             impl=attention_back_end(attn_impl, ids.device, lean, layer),
             serving_window=serving_window,
             drawn_anchors=blocks.drawn_anchors,
+            part=part,
         )
         states = BlockStates(ids, documents, blocks, hidden)
         states = states._replace(bias=self.slot_bias(states, lean))
@@ -488,7 +499,22 @@ class DFlashDraftModel(BlockDrafting):
         loss, metrics = self.step_loss(
             states, score, gamma=gamma, step_weights=step_weights, upstream=upstream, **extra
         )
+        if part is not None:  # the mean over its slots, as a part of the mean over the row's
+            count, row_count = (b.supervised.sum() + 1e-5 for b in (blocks, row_blocks))
+            loss = loss * (count / to_device(row_count, loss.device))
         return ForwardOutput(None if lean else self.draft_tokens(states), loss, metrics)
+
+    def targets_ahead(self, **others) -> int:
+        """How many positions behind its own a rank needs of a shared row's targets. Errors:
+        ValueError for a drafter that builds on this one and reads the row for its loss."""
+        kind, plain = type(self), DFlashDraftModel
+        hooks = kind.slot_bias, kind.step_loss
+        if hooks != (plain.slot_bias, plain.step_loss):
+            raise ValueError(
+                f"row_group is given, and the loss of {kind.__name__} reads the whole row; "
+                "leave it out (--context-parallel-size 1)"
+            )
+        return self.config.block_size - 1
 
     @classmethod
     def forward_arguments(cls) -> dict[str, Any]:  # argument -> default

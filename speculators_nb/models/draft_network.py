@@ -63,7 +63,8 @@ def check_batch(model: Any, args: tuple, kwargs: dict[str, Any]) -> None:
             f"input_ids has {rows} rows, and {kind.__name__} takes one packed row; put the "
             "texts behind one another, as data.packing.collate does"
         )
-    for name in ROW_TENSORS:
+    shared = batch.get("row_group") is not None  # then features are a part: `RowPart.check`
+    for name in ROW_TENSORS[:3] if shared else ROW_TENSORS:
         tensor = batch.get(name)
         if tensor is not None and tensor.shape[:2] != (rows, length):
             raise ValueError(

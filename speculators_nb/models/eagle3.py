@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 from transformers import Qwen3Config
 
 from ..core.config import Qwen3Layers, SpeculatorModelConfig
+from ..distributed.long_rows import row_part
 from .base import ForwardOutput, SpeculatorModel
 from speculators_nb.models.drafter_arguments import (
     check_draft_vocab_size,
@@ -283,6 +285,9 @@ class Eagle3DraftModel(TrainingTimeTest):
         verifier_last_hidden_states: Tensor | None = None,
         position_ids: Tensor | None = None,  # [1, L] i+1 in each document; None: one
         lean: bool = True,  # False: the dense definition, which also returns draft tokens
+        # ranks that share the row: features are those of this rank (`RowPart.of_batch`), and
+        # the loss is its part of the row's; None: the row is here
+        row_group: dist.ProcessGroup | None = None,
         *,
         ttt_steps: int = 3,  # K
         ttt_step_loss_decay: float = 1.0,  # gamma: the weight of TTT step t is gamma^t
@@ -311,6 +316,7 @@ class Eagle3DraftModel(TrainingTimeTest):
         lean = lean and has_targets
         layer = self.config.transformer_layer_config
         back_end = attention_back_end(attn_impl, device, lean, layer)
+        part = row_group and row_part(len(ids), row_group, layer, lean, upstream)
 
         drafts = None
         if not lean:  # the definition: every row at every step
@@ -333,14 +339,22 @@ class Eagle3DraftModel(TrainingTimeTest):
         answers, documents_on_host = on_host(answers, document_ids[0])
         carries_loss = ttt_supervision(answers, documents_on_host, ttt_steps, upstream)
         counted = counted_positions(carries_loss) if upstream else carries_loss
+        counts = to_device(carries_loss.sum(-1).float() + 1e-5, device)
         scored = []  # normed states of the counted rows, step by step
         if lean:
             of_mask = documents_on_host if back_end == "flex" else documents
-            steps = LeanSteps(self, counted, of_mask, positions, back_end)
+            steps = LeanSteps(self, counted, of_mask, positions, back_end, part)
+            if part is not None:  # from here on, rows are counted from the first of this rank
+                ahead = self.targets_ahead(ttt_steps)
+                part.check(hidden_states, verifier_last_hidden_states, ahead)
+                ids = ids[part.start : part.stop + ahead]
+                carries_loss = counted = counted[:, part.start : part.stop]
             text = self.embed_tokens(ids)  # row i reads that of token i + t at step t
             if own_tokens is None:
                 text = self.layers[0].project_embeds(text)  # once for all steps
             hidden, embeds = self.fuse(hidden_states[0]), text  # what step 0 reads
+            if len(ids) > len(hidden):  # the tokens behind are for later steps
+                embeds = take_embeds(text, slice(len(hidden)))
             for t in range(ttt_steps):
                 hidden = steps.layers(t, hidden, embeds)
                 normed = self.norm(hidden)
@@ -361,7 +375,6 @@ class Eagle3DraftModel(TrainingTimeTest):
         carries_loss, predictions = to_device(carries_loss, device), rows.to(device)
         decay = ttt_step_loss_decay ** torch.arange(ttt_steps).float()
         step_weight = to_device(weights_of_steps(step_weights, decay), device)
-        counts = carries_loss.sum(-1).float() + 1e-5
         position = predictions.target - predictions.step
         in_loss = carries_loss[predictions.step, position]
         weight: RowWeight = (step_weight / counts)[predictions.step] * in_loss
@@ -381,8 +394,13 @@ class Eagle3DraftModel(TrainingTimeTest):
             want_accept=not self.training,
             lean=lean,
         )
-        metrics = step_metrics(out, predictions, mixture, carries_loss, upstream)
+        of_row = None if part is None else counts
+        metrics = step_metrics(out, predictions, mixture, carries_loss, upstream, of_row)
         return ForwardOutput(drafts, out.loss, metrics)
+
+    def targets_ahead(self, ttt_steps: int = 3, **others) -> int:
+        "How many positions behind its own a rank needs of a shared row's targets."
+        return ttt_steps - 1
 
     @classmethod
     def get_trainer_kwargs(cls, **training_args) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..distributed.long_rows import RowPart
 from .base import SpeculatorModel
 from ..nn.attention import attended_keys, attention, prefix_attention
 from ..nn.compiled import to_device
@@ -81,6 +82,7 @@ class StepAttention:
 
     mask: Mask  # `masks.ttt`, or another with its keys
     impl: str = "blocked"  # of `prefix_attention`
+    part: RowPart | None = None  # of a row that ranks share: keys of its heads
     keys: Any = None  # [Hkv, L, D] of step 0, for every row
     values: Any = None  # [Hkv, L, D]
     own: list[tuple] = field(default_factory=list)  # keys, values [Hkv, N, D] of later steps
@@ -92,34 +94,43 @@ class StepAttention:
         kept: Tensor | None = None,  # [N] among those of the step before; None: the same
     ) -> Callable[[Attention, Tensor], Tensor]:  # for `DecoderLayer.forward`
         """The next step. Step 0 reads every row, which makes its keys, and computes some; a
-        later step reads these, which attend to step 0 and to their own keys."""
-        first = self.keys is None
+        later step reads these, which attend to step 0 and to their own keys. Of a row that
+        ranks share, this one reads and computes its own positions."""
+        first, part = self.keys is None, self.part
+        computed = part.counts(rows) if part else []
+        read = part.sizes if part and first else computed
         if kept is not None:
             self.own = [(k.index_select(1, kept), v.index_select(1, kept)) for k, v in self.own]
         before = self.own
         attended = None
         if self.impl != "flex" and len(rows):
-            length = len(rope[0]) if first else self.keys.shape[1]
+            read_length = part.length if part else len(rope[0])
+            length = read_length if first else self.keys.shape[1]
             later = torch.arange(1, 1 if first else len(before) + 2, device=rows.device)
             own_keys = rows[:, None] + length * later
             attended = attended_keys(self.mask, rows[:, None], own_keys, length)
 
         def attend(self_attn, x):
             now = self_attn.key_value(x, rope)
+            if part:
+                now = part.to_heads(now[0], read), part.to_heads(now[1], read)
             if first:
                 (keys, values), own = now, []
-                at = to_device(rows, keys.device)
-                queries = self_attn.query(take_embeds(x, at), [part[at] for part in rope])
+                at = to_device(part.places(rows) if part else rows, keys.device)
+                queries = self_attn.query(take_embeds(x, at), [angle[at] for angle in rope])
             else:
                 keys, values, own = self.keys, self.values, [*before, now]
                 queries = self_attn.query(x, rope)
+            if part:
+                queries = part.to_heads(queries, computed)
             if self.keys is None:  # not where the layer is computed again
                 self.keys, self.values = now
             elif self.own is before and not first:
                 self.own = own
-            return prefix_attention(
+            heads = prefix_attention(
                 queries, keys, values, own, rows, self.mask, self.impl, attended
             )
+            return part.to_positions(heads, computed) if part else heads
 
         return attend
 
@@ -135,26 +146,37 @@ class LeanSteps:
         document_ids: Tensor,  # [L]; for "flex" better on the host
         position_ids: Tensor,  # [L]
         impl: str = "blocked",  # of `prefix_attention`
+        part: RowPart | None = None,  # of a row that ranks share; None: all of it is here
     ):
         L, device = len(position_ids), position_ids.device
-        self.model, self.position_ids = model, position_ids
+        self.model, self.row_length = model, L
         self.length = model.rotary.length(position_ids)  # where RoPE depends on it
         needed = needed_rows(counted)
         if impl == "flex":
             needed = same_rows(needed, L)
-        scored = [places_among(r, c.nonzero()[:, 0], L) for r, c in zip(needed, counted)]
-        kept = [places_among(a, b, L) for a, b in pairwise(needed) if a is not b]
+        own = needed
+        if part is not None:  # of the rows that attend, those that this rank computes
+            places = {id(rows): part.places(rows) for rows in needed}
+            own = [places[id(rows)] for rows in needed]
+            mine = slice(part.start, part.stop)
+            counted, position_ids = counted[:, mine], position_ids[mine]
+        self.position_ids = position_ids
+        scored = [places_among(r, c.nonzero()[:, 0], L) for r, c in zip(own, counted)]
+        kept = []
+        for of_steps in [own] if part is None else [own, needed]:
+            at = [places_among(a, b, L) for a, b in pairwise(of_steps) if a is not b]
+            kept.append([to_device(x, device) for x in at] or [None] * (len(needed) - 1))
         # K tensors each: rows that are computed [N_t], the scored ones among these, and where
-        # the rows were among those of the step before
+        # the rows were among those of the step before; the same of all that attend
         self.scored = [to_device(at, device) for at in scored]
-        self.kept = [to_device(at, device) for at in kept] or [None] * (len(needed) - 1)
-        moved = {id(rows): to_device(rows, device) for rows in needed}
-        self.rows = [moved[id(rows)] for rows in needed]
+        self.kept, self.kept_keys = kept[0], kept[-1]
+        moved = {id(rows): to_device(rows, device) for rows in own}
+        self.rows = [moved[id(rows)] for rows in own]
         moved = {id(rows): to_device(rows, document_ids.device) for rows in needed}
         self.mask_rows = [moved[id(rows)] for rows in needed]
         windows = [layer.window for layer in model.layers]
         masks = {window: model.mask(window, document_ids) for window in windows}
-        self.attention = [StepAttention(masks[window], impl) for window in windows]
+        self.attention = [StepAttention(masks[window], impl, part) for window in windows]
 
     def keep(
         self,
@@ -175,12 +197,11 @@ class LeanSteps:
         rows, mask_rows, model = self.rows[t], self.mask_rows[t], self.model
         positions = self.position_ids[rows] + t if t else self.position_ids
         rope = model.rotary(hidden, positions, self.length and self.length + t)
-        every, mask_every = (
-            torch.arange(len(positions), device=x.device) for x in (rows, mask_rows)
-        )
+        every = torch.arange(len(positions), device=rows.device)
+        mask_every = torch.arange(self.row_length, device=mask_rows.device)
         for layer, memory in zip(model.layers, self.attention):
             if t:
-                attend = memory.step(mask_rows, rope, self.kept[t - 1])
+                attend = memory.step(mask_rows, rope, self.kept_keys[t - 1])
                 hidden = layer(hidden, attend, embeds)
             elif layer is model.layers[-1]:
                 hidden = layer(hidden, memory.step(mask_rows, rope), embeds, rows)
@@ -196,12 +217,14 @@ def step_metrics(
     mixture: dict[str, float],  # loss name -> weight
     carries_loss: Tensor,  # [K, L] bool
     upstream: bool,  # cross_document_targets: losses are means over the batch, with total 1
+    row_counts: Tensor | None = None,  # [K] of the row that these are a part of
 ) -> dict[str, Tensor]:  # sums and totals
     "Losses, acceptance and accuracies by step. Each metric is a pair of sum and total."
     # position i at step t is scored with the state at i+t, which predicts x_{i+2+t}
     position = predictions.target - predictions.step
     counts = carries_loss.sum(-1).float() + 1e-5
     totals = torch.ones_like(counts) if upstream else counts
+    divided_by = totals if row_counts is None else row_counts
     losses = {"loss": sum(w * out.rows[name] for name, w in mixture.items())}
     if len(mixture) > 1:
         losses |= {f"{name}_loss": out.rows[name] for name in mixture}
@@ -210,8 +233,9 @@ def step_metrics(
         weighted_means = predictions.sum_by_step(
             out.weight * value
         )  # w_t times the step's mean
-        metrics |= sum_and_total(name, weighted_means * totals, totals)  # loss_0, loss_1, …
-        metrics |= sum_and_total(name, weighted_means.sum() * totals[0], totals[0])  # loss
+        metrics |= sum_and_total(name, weighted_means * divided_by, totals)  # loss_0, loss_1, …
+        of_steps = weighted_means.sum() * divided_by[0]
+        metrics |= sum_and_total(name, of_steps, totals[0])  # loss
     if out.accept is not None and not upstream:
         accepted = out.accept * carries_loss[predictions.step, position]
         metrics |= sum_and_total("accept", predictions.sum_by_step(accepted), counts)

@@ -146,6 +146,19 @@ class Blocks(NamedTuple):
             supervised=self.supervised[kept],
         )
 
+    def of_part(
+        self,
+        start: int,
+        stop: int,
+    ) -> "Blocks":
+        "The blocks at positions start … stop-1 of the row. Targets are counted from `start`."
+        mine = (self.anchors >= start) & (self.anchors < stop)
+        return self._replace(
+            anchors=self.anchors[mine],
+            targets=self.targets[mine] - start,
+            supervised=self.supervised[mine],
+        )
+
     def to_slots(self, values: Tensor) -> Tensor:  # [N] -> [A, B]; 0 elsewhere
         "Put values of the slots that carry loss into their slots; no gradient."
         empty = torch.zeros(self.supervised.shape, dtype=values.dtype, device=values.device)

@@ -236,16 +236,17 @@ class ProjectedEmbeds(NamedTuple):
 
 def take_embeds(
     x: Tensor | ProjectedEmbeds,  # [N, ...]
-    rows: Tensor,  # [M] int64, all different
+    rows: Tensor | slice,  # [M] int64, all different; or a slice of the rows
 ) -> Any:  # of the same kind, [M, ...]
     "Some rows of what a layer reads beside the hidden state."
+    take: Any = take_rows if isinstance(rows, Tensor) else Tensor.__getitem__
     if isinstance(x, Tensor):
-        return take_rows(x, rows)
+        return take(x, rows)
     return x._replace(
-        query=take_rows(x.query, rows),
-        key=take_rows(x.key, rows),
-        value=take_rows(x.value, rows),
-        hidden=None if x.hidden is None else take_rows(x.hidden, rows),
+        query=take(x.query, rows),
+        key=take(x.key, rows),
+        value=take(x.value, rows),
+        hidden=None if x.hidden is None else take(x.hidden, rows),
     )
 
 # %% ../../nbs/nn/05_layers.ipynb #cef509f5

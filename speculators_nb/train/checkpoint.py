@@ -254,11 +254,11 @@ class WholeCheckpoints(Trainer):
         steps, args = accumulation(old, record), self.args
         if steps is None or not old:
             return
-        record["rows_in_step"] = steps * args.world_size
+        record["rows_in_step"] = steps * args.data_ranks
         if steps != args.gradient_accumulation_steps:
             args.gradient_accumulation_steps = steps
             log.warning(
-                f"The run was on {old['world_size']} ranks, and is on {args.world_size}: "
+                f"The run was on {old['world_size']} ranks, and is on {args.data_ranks}: "
                 f"gradient_accumulation_steps={steps} here, so that a step keeps its {record['rows_in_step']} rows."
             )
 

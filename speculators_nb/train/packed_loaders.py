@@ -4,10 +4,12 @@ Ranks take turns. An evaluation has the same rows every time, and a row's random
 import contextlib
 import hashlib
 import logging
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from accelerate.data_loader import prepare_data_loader
 from torch.utils.data import DataLoader, Subset
 from transformers import Trainer
 
@@ -54,6 +56,12 @@ def kept_rng(device: torch.device, seed: int | None = None):
             module.set_rng_state(device_state)
 
 
+def collated(samples: list[dict], cut: Callable[[dict], dict] | None, **given: Any) -> dict[str, torch.Tensor]:
+    "`collate`, and of the row what this rank has."
+    row = collate(samples, **given)
+    return cut(row) if cut else row
+
+
 class PackedLoaders(Trainer):
     "transformers' Trainer that packs a dataset into rows of `total_seq_len`."
 
@@ -66,6 +74,7 @@ class PackedLoaders(Trainer):
     n_eval_rows = 0  # rows of the current evaluation set that count
     shift: Any = None  # sample -> the sample as it is laid out in a row; None: as it is
     feature_dtype: torch.dtype | None = None  # of hidden states in a batch; None: as stored
+    cut: Callable[[dict], dict] | None = None  # a row -> the part of this rank; None: all of it
 
     def rows(self, dataset) -> PackedBatchSampler:
         "Pack a dataset by its samples' lengths."
@@ -97,7 +106,9 @@ class PackedLoaders(Trainer):
         return DataLoader(
             dataset if args.dataloader_num_workers else prefetched(dataset),
             batch_sampler=rows,
-            collate_fn=partial(collate, total_seq_len=args.total_seq_len, shift=self.shift, dtype=self.feature_dtype),
+            collate_fn=partial(
+                collated, cut=self.cut, total_seq_len=args.total_seq_len, shift=self.shift, dtype=self.feature_dtype
+            ),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
@@ -118,7 +129,10 @@ class PackedLoaders(Trainer):
         if self.args.should_log:
             self.warn_cut(self.train_dataset, self.train_rows, "training")
         # rows come on the host: the trainer copies them to the device without waiting for it
-        return follow_order(self.accelerator.prepare(loader, device_placement=[False]))
+        if self.args.context_parallel_size == 1:
+            return follow_order(self.accelerator.prepare(loader, device_placement=[False]))
+        shares = self.args.data_ranks, self.args.data_rank
+        return follow_order(prepare_data_loader(loader, self.args.device, *shares, put_on_device=False))
 
     def _nothing_trained(self) -> str:
         "Why no position of the packed rows carries loss: all of it is cut away, or none was."
@@ -149,19 +163,19 @@ class PackedLoaders(Trainer):
             self.warn_cut(dataset, packed, "evaluation")
         rows = list(packed)
         self.n_eval_rows = len(rows)
-        world_size = self.args.world_size
-        turns = -(-len(rows) // world_size)
-        taken = range(self.args.process_index, turns * world_size, world_size)
+        ranks = self.args.data_ranks
+        turns = -(-len(rows) // ranks)
+        taken = range(self.args.data_rank, turns * ranks, ranks)
         return follow_order(self._loader(dataset, [rows[i % len(rows)] for i in taken]))
 
     def place_of(self, step: int) -> tuple[int, int]:
         "The epoch of the step after some optimizer steps, and the first row that it takes there."
-        in_step = self.args.gradient_accumulation_steps * self.args.world_size
+        in_step = self.args.gradient_accumulation_steps * self.args.data_ranks
         epoch, step = divmod(step, -(-len(self.train_rows) // in_step))
         return epoch, step * in_step
 
     def epoch_after(self, step: int) -> float:
         "Epochs after one or more optimizer steps, by rows: the same on any number of ranks."
         epoch, row = self.place_of(step - 1)
-        row += self.args.gradient_accumulation_steps * self.args.world_size
+        row += self.args.gradient_accumulation_steps * self.args.data_ranks
         return epoch + min(1, row / len(self.train_rows))

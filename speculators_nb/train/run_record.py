@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 from torch.utils.data import Subset
-from transformers import TrainingArguments
 
 from ..core.files import atomic_write, read_object
 from .packed_loaders import lengths_of
@@ -78,7 +77,7 @@ def _plain(value) -> Any:
 
 
 def run_record(
-    args: TrainingArguments, data: Mapping | None = None, verifier: str | None = None, arguments: Mapping | None = None
+    args: Any, data: Mapping | None = None, verifier: str | None = None, arguments: Mapping | None = None
 ) -> dict:
     """What `run.json` holds of a run that begins now: how to train, the data (`data_record`), the fingerprint of the
     verifier that made the features, the model's own training arguments, e.g. the loss."""
@@ -86,9 +85,9 @@ def run_record(
         "run": secrets.token_hex(6),
         "data": dict(data or {}),
         "verifier": verifier,
-        "world_size": args.world_size,
+        "world_size": args.data_ranks,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
-        "rows_in_step": args.world_size * args.gradient_accumulation_steps,
+        "rows_in_step": args.data_ranks * args.gradient_accumulation_steps,
         "settings": {name: _plain(getattr(args, name)) for name in SETTINGS if hasattr(args, name)},
         "model": _plain(arguments or {}),
     }

@@ -6,15 +6,18 @@
 __all__ = ['MetricSums', 'StepCallback', 'weights_to_float32', 'SpeculatorTrainer', 'train']
 
 # %% ../../nbs/train/02_trainer.ipynb #f5184081
+import inspect
 import json
 import math
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
+from torch import distributed as dist
 from transformers import EarlyStoppingCallback, PrinterCallback, TrainerCallback
 from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
@@ -22,6 +25,7 @@ from transformers.utils.import_utils import is_in_notebook
 
 from ..core.files import atomic_write
 from ..core.provenance import without_secrets
+from ..distributed.long_rows import part_of_batch, row_part
 from ..distributed.sharded_training import for_first_rank, shard_model
 from ..distributed.sharding import local
 from ..nn.compiled import to_device
@@ -124,6 +128,7 @@ class SpeculatorTrainer(PackedLoaders, WholeCheckpoints):
     step_tokens: Any = 0  # loss tokens of the current step, mean over ranks
     finite: Any = True  # whether all training losses so far were finite; on the device
     measure: Measure | None  # its numbers join those of an evaluation
+    shared: dict[str, Any] = {}  # the ranks that share a row, if any, as `forward` takes them
 
     if TYPE_CHECKING:  # as `Trainer.__init__` leaves them
         args: SpeculatorTrainingArguments
@@ -165,6 +170,7 @@ class SpeculatorTrainer(PackedLoaders, WholeCheckpoints):
             callbacks=[*callbacks, StepCallback(self)],
         )
         shard_model(self)
+        self.share_rows()
         if config is not None and adds_use_cache:
             # Trainer sets it for generating models; a drafter's config.json has no such field
             del config.use_cache
@@ -176,17 +182,38 @@ class SpeculatorTrainer(PackedLoaders, WholeCheckpoints):
             self.add_callback(LiveView if is_in_notebook() else TableCallback)
         self.model_accepts_loss_kwargs = True  # compute_loss divides already
 
+    def share_rows(self):
+        """Let groups of `context_parallel_size` ranks share a row, each with a part of its
+        positions. Errors: ValueError for a drafter whose rows cannot be shared."""
+        size, model = self.args.context_parallel_size, self.model
+        if size == 1:
+            return
+        if "row_group" not in inspect.signature(type(model).forward).parameters:
+            raise ValueError(
+                f"context_parallel_size={size}: {type(model).__name__} needs a row on one "
+                "rank; leave it out (--context-parallel-size 1)"
+            )
+        group: Any = dist.new_subgroups(size)[0]
+        ahead = model.targets_ahead(**self.train_kwargs)
+        layer = model.config.transformer_layer_config
+        crosses = self.train_kwargs.get("cross_document_targets", False)
+        part = row_part(self.args.total_seq_len, group, layer, cross_document_targets=crosses)
+        self.cut = partial(part_of_batch, start=part.start, stop=part.stop, ahead=ahead)
+        self.shared = {"row_group": group}
+
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         """The micro-batches of one step, each with the seed of its row, and how many loss
-        tokens they hold on average per rank (gradients are averaged over ranks)."""
+        tokens they hold on average per rank (gradients are averaged over ranks); those of a
+        row that ranks share are divided among them."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         epoch, first = self.place_of(self.state.global_step)
         for turn, batch in enumerate(batches):
-            row = first + turn * self.args.world_size + self.args.process_index
+            row = first + turn * self.args.data_ranks + self.args.data_rank
             batch["row_seed"] = row_seed(self.args.seed, epoch, row)
             if row >= len(self.train_rows):  # the epoch has no row left for this rank
                 batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
         tokens = torch.tensor(sum((float(b["loss_mask"].sum()) for b in batches), 0.0))
+        tokens = tokens / self.args.context_parallel_size
         if self.args.world_size > 1:
             tokens = self.accelerator.reduce(to_device(tokens, device), "mean")
         self.step_tokens = tokens
@@ -196,7 +223,8 @@ class SpeculatorTrainer(PackedLoaders, WholeCheckpoints):
         "To the device, without a wait, but for what the drafter reads on the host."
         stays = getattr(self.accelerator.unwrap_model(self.model), "read_on_host", ())
         moves = {name for name, x in inputs.items() if isinstance(x, Tensor)} - {*stays}
-        return inputs | {name: to_device(inputs[name], self.args.device) for name in moves}
+        moved = {name: to_device(inputs[name], self.args.device) for name in moves}
+        return inputs | moved | self.shared
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch: Any = None):
         "The model's loss, weighted by its share of the step's loss tokens."
@@ -295,13 +323,14 @@ class SpeculatorTrainer(PackedLoaders, WholeCheckpoints):
         args = self.args
         sums = MetricSums()
         for step, inputs in enumerate(dataloader):
-            row_index = step * args.world_size + args.process_index
+            row_index = step * args.data_ranks + args.data_rank
             torch.manual_seed(args.seed + row_index)
             inputs = self._prepare_inputs(inputs)
             with self.accelerator.autocast():
                 _, loss, metrics = model(**inputs, **self.eval_kwargs)
             tokens = to_device(inputs["loss_mask"].sum(), loss.device)
-            metrics = metrics | {"loss_sum": loss * tokens, "loss_total": tokens}
+            counted = tokens / args.context_parallel_size  # the loss is a part of the row's
+            metrics = metrics | {"loss_sum": loss * tokens, "loss_total": counted}
             sums.add(metrics, weight=row_index < self.n_eval_rows)
             self.control = self.callback_handler.on_prediction_step(
                 args, self.state, self.control

@@ -154,6 +154,21 @@ def check_sharding(args: Any) -> None:
         )
 
 
+def check_shared_rows(args: Any) -> None:
+    "ValueError for ranks that cannot be divided into groups that share a row, and for sharded weights beside it."
+    size, ranks = args.context_parallel_size, args.world_size
+    if ranks % size:
+        raise ValueError(
+            f"context_parallel_size={size}: {ranks} ranks are no multiple of it; start as many "
+            f"(speculators-nb-torchrun --nproc-per-node {size} train …), or leave it out"
+        )
+    if size > 1 and args.fsdp:
+        raise ValueError(
+            f"context_parallel_size={size} with fsdp=True: was never tried together; leave one out "
+            "(--context-parallel-size, --fsdp)"
+        )
+
+
 log = logging.getLogger(__name__)
 
 
@@ -178,6 +193,7 @@ class SpeculatorTrainingArguments(TrainingArguments):
     overwrite: bool = False  # train anew in a folder that holds a drafter or checkpoints
     fsdp: bool = False  # type: ignore[assignment] # split weights and optimizer over the ranks
     checkpoint_format: str = "full"  # or "sharded": with fsdp, each rank writes its part
+    context_parallel_size: int = 1  # ranks that share a row, each with a part of its positions
     # ---
     learning_rate: float | None = None  # type: ignore[assignment] # None: by `LEARNING_RATES`
     lr_scheduler_type: str = "cosine"
@@ -214,6 +230,7 @@ class SpeculatorTrainingArguments(TrainingArguments):
         super().__post_init__()
         self.fsdp, self.fsdp_config = sharded, {}
         check_sharding(self)
+        check_shared_rows(self)
         check_loggers(self.loggers)
         if self.parallel_mode == ParallelMode.NOT_DISTRIBUTED:
             log.warning(
@@ -221,6 +238,16 @@ class SpeculatorTrainingArguments(TrainingArguments):
                 f"all: {torchrun_line(self._n_gpu, sys.argv)}"
             )
             self._n_gpu = 1  # transformers would take all, with DataParallel
+
+    @property
+    def data_ranks(self) -> int:
+        "How many rows are read at a time: ranks, or groups of ranks that share one."
+        return self.world_size // self.context_parallel_size
+
+    @property
+    def data_rank(self) -> int:
+        "Which of them this rank reads."
+        return self.process_index // self.context_parallel_size
 
     @property
     def loggers(self) -> list[str]:

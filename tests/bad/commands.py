@@ -251,6 +251,7 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
     "features.engine": words("local or ray", "spark", "Ray"),
     "regenerate.engine": words("local or ray", "spark", "Ray"),
     "checkpoint_format": words("full or sharded", "shard", "Full"),
+    "context_parallel_size": COUNT,
     "conversations": COUNT[:3],
     "tokens_each": COUNT[:3],
     "devices": COUNT,
