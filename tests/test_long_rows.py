@@ -1,7 +1,6 @@
 """Long rows: ranks that share a row by position have together the loss, the metrics and the gradient of one process."""
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +14,9 @@ from test_sharded import check_same, files_of
 from torch import distributed as dist
 from torch import multiprocessing
 
+from benchmarks.long_rows import run as benchmark
 from speculators_nb.distributed.long_rows import RowPart
 from speculators_nb.train.trainer import SpeculatorTrainer
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-
-from long_rows import run as benchmark
 
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch without gloo")
 
