@@ -47,8 +47,8 @@ def _no_residual(p, children, tree, generator):
     return None, p
 
 
-# a draft is a chain here, on which traversal is block verification; FLy looks at the text
-# behind a token, on which nothing depends here
+# a draft is a chain here, on which traversal is block verification; FLy asks what follows on a
+# token, and here nothing depends on it
 LAB_RULES = {n: rule for n, rule in RULES.items() if n not in ("traversal", "fly")} | {
     "tolerant": tolerant(SETTINGS["accept_k"]),
     "lenient": lenient(SETTINGS["lenience"]),
