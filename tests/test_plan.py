@@ -314,7 +314,7 @@ def test_shares_of_a_cpu_and_a_card_are_those_measured():
 
 def test_features_and_training_take_what_make_real_took(tmp_path):
     """Within a quarter of benchmarks/real, two idle cores. The rates are those of one core in another benchmark. The
-    training there includes five evaluations; the plan has none."""
+    training there includes three evaluations; the plan has none."""
     SMOLLM2.save_pretrained(tmp_path / "verifier")
     rows = [json.loads(line) for line in (ROOT / "data/smollm2/answers.jsonl").read_text().splitlines()]
     columns = {name: [row[name] for row in rows] for name in ("input_ids", "loss_mask")}
@@ -326,7 +326,7 @@ def test_features_and_training_take_what_make_real_took(tmp_path):
         output_dir=str(tmp_path / "drafter"),
         algorithm="eagle3",
         draft_vocab_size=8000,
-        num_train_epochs=3,
+        num_train_epochs=2,
         total_seq_len=usual["total_seq_len"],
         optimizer="muon",
         extra=dict(ttt_steps=usual["ttt_steps"]),
