@@ -125,8 +125,8 @@ FAULTS = [
     Fault(
         "all slots of a block have the anchor's position",
         "models/blocks.py",
-        "self.rotary(context, position_ids[anchors][:, None] + slot, length)",
-        "self.rotary(context, position_ids[anchors][:, None] + 0 * slot, length)",
+        "self.rotary(context, starts[:, None] + slot, length)",
+        "self.rotary(context, starts[:, None] + 0 * slot, length)",
         "dflash",
     ),
     # weights, divisors, numbers
@@ -147,8 +147,8 @@ FAULTS = [
     Fault(
         "the loss of a step is a mean over all positions",
         "models/eagle3.py",
-        "        counts = carries_loss.sum(-1).float() + 1e-5\n        position =",
-        "        counts = torch.full((ttt_steps,), float(len(ids)), device=device)\n        position =",
+        "counts = to_device(carries_loss.sum(-1).float() + 1e-5, device)",
+        "counts = torch.full((ttt_steps,), float(len(ids)), device=device)",
         "eagle3 recorded",
     ),
     Fault(
@@ -262,14 +262,14 @@ FAULTS = [
     Fault(
         "every rank evaluates the same rows",
         "train/packed_loaders.py",
-        "taken = range(self.args.process_index, turns * world_size, world_size)",
-        "taken = range(0, turns * world_size, world_size)",
+        "taken = range(self.args.data_rank, turns * ranks, ranks)",
+        "taken = range(0, turns * ranks, ranks)",
         "plumbing run_record ranks.py::test_ranks_equal_one_process",
     ),
     Fault(
         "ranks draw the same random numbers",
         "train/trainer.py",
-        "row = first + turn * self.args.world_size + self.args.process_index",
+        "row = first + turn * self.args.data_ranks + self.args.data_rank",
         "row = first + turn",
         "trainer.py::test_loss_scaling_is_the_token_weighted_mean run_record ranks.py::test_ranks_equal_one_process",
     ),

@@ -6,6 +6,7 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
+from planted import FAULTS, planted
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "speculators_nb"
@@ -278,3 +279,9 @@ def test_options_are_checked_before_a_name_is_imported():
             if read and imports and min(imports) < max(read):
                 late.append(f"{module}.{function.name}")
     assert late == []
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.about)
+def test_a_fault_is_planted_where_its_text_is(fault):
+    "`make planted` runs at night; here its texts are held to the modules."
+    planted(fault, (PACKAGE / fault.file).read_text())

@@ -329,6 +329,9 @@ def test_live_features_train_too(tmp_path):
     assert one == pytest.approx(other, rel=1e-3)  # bfloat16 of sums in another order
     with pytest.raises(ValueError, match="dataloader_num_workers=2"):
         train_drafter(tmp_path / "prepared", tmp_path / "x", dataloader_num_workers=2, **given)
+    with pytest.raises(ValueError, match="on_bad='skip' with context_parallel_size=2: .* must have the same"):
+        asked = dict(url="http://127.0.0.1:1", storage=tmp_path, on_bad="skip", context_parallel_size=2)
+        train_drafter(tmp_path / "prepared", tmp_path / "x", **asked, **given)
     with pytest.raises(ValueError, match="has features already"):
         open_features(tmp_path / "features", tmp_path / "verifier", url="http://127.0.0.1:1")
     with pytest.raises(ValueError, match="storage=None"):

@@ -116,6 +116,8 @@ def test_training_is_that_of_one_process(tmp_path, ranks):
         (alone / "report.json").write_text(json.dumps(report))
         check_same(tmp_path / job.folder, alone)
     assert files_of(tmp_path / "dflash") == files_of(alone)
+    record = json.loads((tmp_path / "dflash/run.json").read_text())
+    assert (record["world_size"], record["rows_in_step"]) == (ranks, ROWS_IN_STEP)
     a, b = (load_file(tmp_path / job.folder / "model.safetensors") for job in (whole, resumed))
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 from statistics import median
 
@@ -199,6 +200,25 @@ def test_the_shorter_row_fits_where_a_part_stays(quick):
     assert one <= memory < longer
     assert shorter_row(info, values, 10 * GB, now) == 0
     assert shorter_row(info, values | dict(total_seq_len=128), memory, now._replace(length=128)) == 0
+
+
+def test_ranks_that_share_a_row_need_the_memory_of_their_part(quick, caplog, monkeypatch):
+    "Nor is fsdp named to them, which is refused beside it."
+    monkeypatch.setattr(planning, "can_shard", lambda: True)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    short = dict(algorithm="eagle3", total_seq_len=8192, optimizer="muon", bf16=True, gradient_accumulation_steps=1)
+    shared = short | dict(total_seq_len=4 * 8192, context_parallel_size=4)
+    info = VerifierInfo.of(TINY)
+    assert training_step(info, shared, ranks=4) == training_step(info, short, ranks=4)
+    needs = training_step(info, short, ranks=4).memory
+    check_step_memory(TINY, shared, needs.total)
+    assert not caplog.text
+    recomputed = dict(extra={"gradient_checkpointing": True})
+    least = training_step(info, short | recomputed, ranks=4).memory
+    check_step_memory(TINY, shared | recomputed, least.total - needs.state / 8)
+    assert "total_seq_len: " in caplog.text and "fsdp" not in caplog.text
+    length = int(re.search(r"total_seq_len: (\d+)", caplog.text)[1])
+    assert length % 4 == 0 and 2 * 8192 < length < 4 * 8192
 
 
 LLAMA = LlamaConfig(

@@ -179,6 +179,14 @@ def test_a_stage_may_leave_out_the_drafter(tmp_path, monkeypatch):
         states(tmp_path, monkeypatch, "evaluate: {method: ngram, verifier: v}")
 
 
+def test_a_row_that_ranks_share_is_refused_before_anything_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text(RECIPE.replace("eval_share", "context_parallel_size: 2, eval_share"))
+    with pytest.raises(ValueError, match="train.context_parallel_size=2: a run trains in one process; leave it out"):
+        cli.run("recipe.yaml")
+    assert not Path("out").exists()
+
+
 def test_a_stage_that_fails_says_so_in_one_line(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     Path("recipe.yaml").write_text("run: {output_dir: out}\ncheck: {folder: none}\n")

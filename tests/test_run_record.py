@@ -15,6 +15,7 @@ from test_trainer import Stop, Toy, arguments, samples, toy, weights
 from torch.distributed.fsdp import FSDPModule
 
 from speculators_nb.train.checkpoint import last_checkpoint
+from speculators_nb.train.run_record import accumulation, run_changes
 from speculators_nb.train.train_drafter import train_drafter
 from speculators_nb.train.trainer import SpeculatorTrainer, log_table, train
 from speculators_nb.train.training_arguments import check_sharding
@@ -236,6 +237,18 @@ def test_ranks_are_converted_where_a_step_keeps_its_rows(tmp_path, caplog):
     with pytest.raises(ValueError, match="rows in a step was 2, is 3.*gradient_accumulation_steps=2"):
         given["gradient_accumulation_steps"] = 3
         train(toy(), samples(16), samples(4, 1), arguments(tmp_path / "c", **given))
+
+
+def test_ranks_that_share_a_row_read_one_at_a_time():
+    def of(ranks, sharing, steps):
+        counts = dict(world_size=ranks, context_parallel_size=sharing, gradient_accumulation_steps=steps)
+        return counts | dict(verifier=None, settings={}, model={}, rows_in_step=ranks // sharing * steps)
+
+    four = of(4, 2, 2)
+    assert accumulation(four, of(8, 2, 2)) == accumulation(four, of(4, 1, 2)) == 1
+    assert not run_changes(four, of(2, 2, 4))
+    (change,) = run_changes(four, of(6, 2, 2))
+    assert change == "rows in a step was 4, is 6 on 6 ranks (continue on a number of ranks that divides 8: 2, 4, 8)"
 
 
 def test_a_checkpoint_knows_its_run(tmp_path):

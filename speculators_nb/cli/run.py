@@ -331,6 +331,12 @@ def checked_plan(recipe: str | os.PathLike, stages: list[Stage], record: RunReco
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = ["  ".join([*(text.ljust(w) for text, w in zip(row, widths)), row[3]]).rstrip() for row in rows]
     typer.echo("\n".join(lines) + servers_text(planned))
+    for stage, sharing in ((p.stage, p.stage.values.get("context_parallel_size", 1)) for p in planned if p.runs):
+        if sharing > 1:  # also in the child process of a stage there is one rank
+            raise ValueError(
+                f"{stage.name}.context_parallel_size={sharing}: a run trains in one process; leave it out, or put the "
+                f"section into a recipe of its own: speculators-nb-torchrun --nproc-per-node {sharing} train --recipe …"
+            )
     if problems := missing_inputs(stages, [p.stage for p in planned if p.runs]):
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise ValueError(f"{recipe}: {problems[0]}{more}")

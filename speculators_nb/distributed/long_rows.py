@@ -176,6 +176,7 @@ def row_part(
     for name, value in dict(lean=lean, cross_document_targets=cross_document_targets).items():
         if value != (name == "lean"):
             raise ValueError(
-                f"{name}={value}: needs the whole row on one rank; leave it out, or row_group"
+                f"{name}={value}: needs the whole row on one rank; leave it out, or row_group "
+                "(--context-parallel-size)"
             )
     return RowPart(length, group)

@@ -191,6 +191,11 @@ class Training(NamedTuple):
     bf16: bool
 
 
+def _sharing(values) -> int:
+    "How many ranks share a row."
+    return values.get("context_parallel_size") or 1
+
+
 def training_step(
     info: VerifierInfo,  # of the verifier
     values: Mapping[str, Any],  # arguments of `train`
@@ -204,7 +209,8 @@ def training_step(
     given |= {n: values[n] for n in STEP if values.get(n) is not None}
     if values.get("aux_layer_ids"):
         given["target_layer_ids"] = values["aux_layer_ids"]
-    algorithm, length = values["algorithm"], values["total_seq_len"]
+    # of ranks that share a row each one computes about what a row as short as its part takes
+    algorithm, length = values["algorithm"], values["total_seq_len"] // _sharing(values)
     own = {n: v for n, v in given.items() if n != RECOMPUTED}
     sizes = drafter_sizes(empty_drafter(algorithm, info, **own), info)
     bf16, depth = values["bf16"], info.text.num_hidden_layers
@@ -221,12 +227,12 @@ def training_step(
 
 
 def shorter_row(info: VerifierInfo, values: Mapping[str, Any], memory: float, now: Training, ranks: int = 1) -> int:
-    """Tokens (a multiple of 128) of a shorter row whose step fits the bytes of a device, where that of arguments of
+    """Tokens (a multiple of 128) on a device of a shorter row whose step fits its bytes, where that of arguments of
     `train` does not; 0: none was found. On the line through the step and that of a quarter of its row, since logits and
     anchors are as many in a shorter row; it is predicted before named."""
 
     def of_row(length):
-        return training_step(info, dict(values, total_seq_len=length), ranks=ranks)
+        return training_step(info, dict(values, total_seq_len=length * _sharing(values)), ranks=ranks)
 
     least = max(128, now.length // 512 * 128)
     short = of_row(least) if least < now.length else now
@@ -259,7 +265,7 @@ def smaller_step(info: VerifierInfo, values: Mapping[str, Any], memory: float, n
         "extra: {gradient_checkpointing: true}": lambda: (
             not extra.get(RECOMPUTED) and of(extra=extra | {RECOMPUTED: True})
         ),
-        "fsdp: true": lambda: ranks > 1 and can_shard() and same_step(fsdp=True),
+        "fsdp: true": lambda: ranks > 1 and _sharing(values) == 1 and can_shard() and same_step(fsdp=True),
         "optimizer: muon": lambda: same_step(optimizer="muon"),
     }
     for option, needs in ways.items():
@@ -269,7 +275,7 @@ def smaller_step(info: VerifierInfo, values: Mapping[str, Any], memory: float, n
     length = shorter_row(info, values, memory, now, ranks)
     if length:
         more = math.ceil(now.length / length) * values["gradient_accumulation_steps"]
-        return f"total_seq_len: {length} with gradient_accumulation_steps: {more}"
+        return f"total_seq_len: {length * _sharing(values)} with gradient_accumulation_steps: {more}"
     return "a smaller draft_vocab_size, fewer num_layers, or a device with more memory"
 
 

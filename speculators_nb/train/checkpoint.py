@@ -258,7 +258,7 @@ class WholeCheckpoints(Trainer):
         if steps != args.gradient_accumulation_steps:
             args.gradient_accumulation_steps = steps
             log.warning(
-                f"The run was on {old['world_size']} ranks, and is on {args.data_ranks}: "
+                f"The run was on {old['world_size']} ranks, and is on {args.world_size}: "
                 f"gradient_accumulation_steps={steps} here, so that a step keeps its {record['rows_in_step']} rows."
             )
 

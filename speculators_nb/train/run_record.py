@@ -85,7 +85,8 @@ def run_record(
         "run": secrets.token_hex(6),
         "data": dict(data or {}),
         "verifier": verifier,
-        "world_size": args.data_ranks,
+        "world_size": args.world_size,
+        "context_parallel_size": args.context_parallel_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
         "rows_in_step": args.data_ranks * args.gradient_accumulation_steps,
         "settings": {name: _plain(getattr(args, name)) for name in SETTINGS if hasattr(args, name)},
@@ -109,6 +110,11 @@ def differences(old: Mapping, new: Mapping) -> list[str]:
     return [f"{name} was {a[name]!r}, is {b[name]!r}" for name in a if name in b and a[name] != b[name]]
 
 
+def _readers(record) -> int:
+    "How many rows are read at a time."
+    return record["world_size"] // record.get("context_parallel_size", 1)
+
+
 def _rows_in_step(record):
     return record.get("rows_in_step", record["world_size"] * record["gradient_accumulation_steps"])
 
@@ -116,7 +122,7 @@ def _rows_in_step(record):
 def accumulation(old: Mapping, new: Mapping) -> int | None:
     """`gradient_accumulation_steps` with which a step of the call at hand has as many rows as one of a checkpoint, by
     their records; None: it would take other rows."""
-    steps, ranks = new["gradient_accumulation_steps"], new["world_size"]
+    steps, ranks = new["gradient_accumulation_steps"], _readers(new)
     if not old.get("world_size"):
         return steps
     rows = _rows_in_step(old)
@@ -128,13 +134,14 @@ def accumulation(old: Mapping, new: Mapping) -> int | None:
 
 def _rows_change(old, new):
     "Why a step cannot keep its rows, and what would keep them."
-    rows, ranks = _rows_in_step(old), new["world_size"]
-    steps, rest = divmod(rows, ranks)
+    rows, readers, ranks = _rows_in_step(old), _readers(new), new["world_size"]
+    steps, rest = divmod(rows, readers)
     remedy = f"give gradient_accumulation_steps={steps}"
     if rest:
-        fitting = ", ".join(str(n) for n in range(1, rows + 1) if rows % n == 0)
-        remedy = f"continue on a number of ranks that divides {rows}: {fitting}"
-    now = ranks * new["gradient_accumulation_steps"]
+        sharing = ranks // readers  # a row
+        fitting = ", ".join(str(n * sharing) for n in range(1, rows + 1) if rows % n == 0)
+        remedy = f"continue on a number of ranks that divides {rows * sharing}: {fitting}"
+    now = readers * new["gradient_accumulation_steps"]
     return f"rows in a step was {rows}, is {now} on {ranks} ranks ({remedy})"
 
 

@@ -321,6 +321,12 @@ def train_drafter(
     if from_pretrained is not None:
         refuse_given(shape, "from_pretrained brings its own layers")
     overwrite = training_args.get("overwrite", False)
+    sharing = training_args.get("context_parallel_size", 1)
+    if url and on_bad == "skip" and sharing > 1:  # a request of one rank may fail where another's does not
+        raise ValueError(
+            f"on_bad='skip' with context_parallel_size={sharing}: ranks that share a row must have the same, and each "
+            "asks the server for itself; leave on_bad out (--on-bad raise), or extract the features first"
+        )
     output_dir = Path(output_dir).expanduser()  # as transformers' TrainingArguments
     check_output_dir(output_dir, overwrite, training_args.get("resume_from_checkpoint"))
     info = VerifierInfo.of(verifier)
