@@ -121,14 +121,16 @@ if __name__ == "__main__":
     results.mkdir(exist_ok=True)
     for name in ("toy", "real") if args.only is None else {args.only} - {"page"}:
         contenders, own = side(args.add or CONTENDERS, name, args.rows, args.prompts)
-        folder = ROOT / "output/drafters_of" / name
+        folder, file = ROOT / "output/drafters_of" / name, results / f"{name}.csv.gz"
+        stored = pd.read_csv(file) if args.add else None
+        if stored is not None and set(stored.rows) != {args.rows}:
+            sys.exit(f"--rows {args.rows}: the stored drafters have {stored.rows[0]}; write that, or leave --add out")
         options = dict(seeds=args.seeds, k=K, workers=args.workers, after_each=announce(folder))
         found = experiment(folder, contenders, **options, **own)
         for run, error in found.failed.items():
             print(f"{run}: {error}")
-        counts, file = found.counts.assign(rows=args.rows), results / f"{name}.csv.gz"
-        if args.add:
-            stored = pd.read_csv(file)
+        counts = found.counts.assign(rows=args.rows)
+        if stored is not None:
             counts = pd.concat([stored[~stored.setting.isin(args.add)], counts])
         counts.to_csv(file, index=False)
     files = {name: results / f"{name}.csv.gz" for name in ("toy", "real")}

@@ -371,17 +371,17 @@ def typical(
 
 # %% ../../nbs/decode/02_acceptance_rules.ipynb #flyfly02
 def top_entropy(
-    probs: torch.Tensor,  # [..., V]
+    probs: Tensor,  # [..., V]
     k: int,  # likeliest tokens that count
-) -> torch.Tensor:  # [...]
+) -> Tensor:  # [...]
     "What the k likeliest tokens add to the entropy, in nats."
     likeliest = probs.topk(min(k, probs.shape[-1])).values
     return -torch.special.xlogy(likeliest, likeliest).sum(-1)
 
 
 def accepted_behind(
-    accepted: torch.Tensor,  # [N] bool, of a chain
-) -> torch.Tensor:  # [N] int64
+    accepted: Tensor,  # [N] bool, of a chain
+) -> Tensor:  # [N] int64
     "How many tokens directly behind each one are accepted."
     place = torch.arange(len(accepted) + 1, device=accepted.device)
     rejected = torch.where(pad(accepted, (0, 1)), len(accepted), place)
