@@ -13,10 +13,9 @@ from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.dflash import DFlashDrafter, DFlashDraftModel, DFlashSpeculatorConfig
 from speculators_nb.nn.anchors import block_supervision
+from speculators_nb.nn.attention import anchored_blocks
 from speculators_nb.nn.layers import draft_layer_config
-from speculators_nb.nn.losses import ScoredRows
-from speculators_nb.nn.masks import anchored_blocks
-from speculators_nb.nn.step_weights import dpace
+from speculators_nb.nn.supervision import ScoredRows, dpace
 from speculators_nb.serve.vllm_contract import check_vllm_contract
 
 CASES = cases("dflash")

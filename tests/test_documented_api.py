@@ -29,7 +29,7 @@ from speculators_nb.models import (
     MTPDraftModel,
 )
 from speculators_nb.models.base import REGISTERED
-from speculators_nb.nn.compiled import attention_back_end
+from speculators_nb.nn.attention import attention_back_end
 from speculators_nb.utils import ClassRegistryMixin
 
 FLEX = "simple_flex_attention"

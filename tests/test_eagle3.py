@@ -9,7 +9,7 @@ from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Q
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.eagle3 import Eagle3Drafter, Eagle3DraftModel, Eagle3SpeculatorConfig
-from speculators_nb.nn.compiled import attention_back_end
+from speculators_nb.nn.attention import attention_back_end
 from speculators_nb.nn.supervision import ttt_supervision
 
 CASES = cases("eagle3")

@@ -11,12 +11,15 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 import speculators_nb.nn.attention as attention_module
 from benchmarks.gpu.equal import DRAFTERS, HEADS, WAYS, batch, differences, drafter, flex_trains, step
-from speculators_nb.nn.attention import attention, block_attention, flex_mask, prefix_attention
-from speculators_nb.nn.masks import (
+from speculators_nb.nn.attention import (
     KeyRange,
     Mask,
     anchored_blocks,
+    attention,
+    block_attention,
     causal,
+    flex_mask,
+    prefix_attention,
     rollouts,
     same_document,
     sliding_window,

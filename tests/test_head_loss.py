@@ -5,10 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculators_nb.nn.head_loss import dense_head_loss, head_loss, target_slots
-from speculators_nb.nn.losses import LOSSES
-from speculators_nb.nn.step_weights import loss_weight
-from speculators_nb.nn.target_head import TargetHead
+from speculators_nb.nn.losses import LOSSES, TargetHead, dense_head_loss, head_loss, target_slots
+from speculators_nb.nn.supervision import loss_weight
 from speculators_nb.nn.token_loss import dense_token_loss, token_loss
 
 

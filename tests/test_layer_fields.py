@@ -8,9 +8,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
 from speculators_nb.models.mtp_families import FAMILIES
-from speculators_nb.nn.attention import attention
+from speculators_nb.nn.attention import attention, causal, sliding_window
 from speculators_nb.nn.layers import DecoderLayer, Rotary, layer_window, refuse_dropout
-from speculators_nb.nn.masks import causal, sliding_window
 
 HONOURED = {  # by the layer, or by what is around it: sizes, head's and embedding's vocabulary, initial weights, RoPE
     "hidden_size",

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from speculators_nb.nn.masks import (
+from speculators_nb.nn.attention import (
     Mask,
     anchored_blocks,
     causal,

@@ -18,9 +18,10 @@ from speculators_nb.features.feature_folder import FeatureDataset
 from speculators_nb.lab.experiment import settings, shipped_features
 from speculators_nb.lab.grid import Measured, Run, Subject, experiment, planned
 from speculators_nb.models.base import SpeculatorModel
-from speculators_nb.nn import losses, step_weights
+from speculators_nb.nn import losses
+from speculators_nb.nn import supervision as step_weights
 from speculators_nb.nn.losses import Distribution, parse_loss, register_loss, row_loss, score_rows
-from speculators_nb.nn.step_weights import register_loss_weight
+from speculators_nb.nn.supervision import register_loss_weight
 from speculators_nb.train.train_drafter import new_drafter
 
 ROOT = Path(__file__).resolve().parents[1]

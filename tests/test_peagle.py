@@ -14,8 +14,8 @@ from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM, TrainerCall
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.peagle import PEagleDrafter, PEagleDraftModel, PEagleSpeculatorConfig, cod_sample
+from speculators_nb.nn.attention import rollouts
 from speculators_nb.nn.layers import draft_layer_config
-from speculators_nb.nn.masks import rollouts
 from speculators_nb.train.trainer import train
 from speculators_nb.verifier.tapped_model import Verifier
 

@@ -18,7 +18,7 @@ from speculators_nb.core.plot import (
     plot_tree,
     styled,
 )
-from speculators_nb.nn.masks import causal
+from speculators_nb.nn.attention import causal
 
 matplotlib.use("Agg")
 

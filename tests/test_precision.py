@@ -7,10 +7,8 @@ from matrix import DRAFTERS, batch_for, drafter, fits, losses_of, train_step, ve
 from test_head_loss import case
 from torch.nn.functional import cosine_similarity
 
-from speculators_nb.nn.attention import block_attention
-from speculators_nb.nn.head_loss import dense_head_loss, head_loss
-from speculators_nb.nn.losses import LOSSES, Distribution, rowdot
-from speculators_nb.nn.masks import anchored_blocks
+from speculators_nb.nn.attention import anchored_blocks, block_attention
+from speculators_nb.nn.losses import LOSSES, Distribution, dense_head_loss, head_loss, rowdot
 from speculators_nb.nn.token_loss import token_loss
 
 FAMILIES = ("llama", "qwen3", "gemma2", "cohere", "gpt_neox")

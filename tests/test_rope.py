@@ -20,9 +20,8 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5TextRotaryEmbedd
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
 
 from speculators_nb.models.base import SpeculatorModel
-from speculators_nb.nn.attention import attention
+from speculators_nb.nn.attention import attention, causal
 from speculators_nb.nn.layers import DecoderLayer, Rotary, draft_layer_config, rotate
-from speculators_nb.nn.masks import causal
 
 D, SHORT = 8, 16  # channels of a head; what the models were trained for: rows and documents here are longer
 BASE = dict(rope_theta=100.0)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from speculators_nb.nn.step_weights import block_decay, dpace, exponential, normalised_steps
+from speculators_nb.nn.supervision import block_decay, dpace, exponential, normalised_steps
 
 FIXTURE = Path(__file__).parent / "fixtures/losses/decays.safetensors"
 blocks = st.tuples(st.integers(1, 3), st.integers(1, 10), st.integers(0, 2**31), st.sampled_from([0.0, 0.3, 0.5, 1.0]))

@@ -14,7 +14,8 @@ from speculators_nb.data.chat_encoding import to_dataset
 from speculators_nb.features.in_process import LiveFeatures, extract_features
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.nn import target_head as head_module
-from speculators_nb.nn.target_head import TargetHead, check_target_head
+from speculators_nb.nn.losses import TargetHead
+from speculators_nb.nn.target_head import check_target_head
 from speculators_nb.train.train_drafter import train_drafter
 from speculators_nb.verifier import parts
 

@@ -23,7 +23,7 @@ from speculators_nb.core.files import atomic_write
 from speculators_nb.lab.grid import experiment
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-from speculators_nb.nn.masks import KeyRange, Mask, causal, itself, same_document
+from speculators_nb.nn.attention import KeyRange, Mask, causal, itself, same_document
 
 HERE = Path(__file__).resolve().parent
 BUDGET = dict(total_seq_len=512, optimizer="adamw", learning_rate=3e-3, draft_vocab_size=640, max_steps=150)

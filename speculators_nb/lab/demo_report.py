@@ -17,12 +17,12 @@ from ..core.provenance import versions
 from ..data.packing import collate
 from ..decode.generate import Generation
 from ..evaluate.acceptance import PLAIN, Evaluation
-from .experiment import with_interval
-from ..nn.step_weights import exponential
+from ..nn.supervision import exponential
 from ..report.page import Headline, Section
 from ..widgets.debugger import debug
 from ..widgets.mask_explorer import explore_mask
 from ..widgets.widget import embed
+from .experiment import with_interval
 
 
 def headlines(evaluation: Evaluation, name: str) -> list[Headline]:

@@ -41,7 +41,7 @@ from ..decode.step_counts import COUNTS
 from ..evaluate.acceptance import count
 from ..models.base import SpeculatorModel
 from ..nn.losses import LOSSES, RowLoss, parse_loss, register_loss
-from ..nn.step_weights import LOSS_WEIGHTS, LossWeight, register_loss_weight
+from ..nn.supervision import LOSS_WEIGHTS, LossWeight, register_loss_weight
 from ..train.train_drafter import train_drafter
 from ..verifier.identity import same_weights
 from .code_digest import code_digest

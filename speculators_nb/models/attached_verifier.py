@@ -13,9 +13,10 @@ from ..core.checkpoints import resolve_checkpoint
 from ..decode.generate import generate
 from ..decode.proposal_setup import proposal_setup
 from ..decode.tree import Sampling
-from ..nn.target_head import TargetHead, text_config
+from ..nn.losses import TargetHead
+from ..nn.target_head import head_of_family, text_config
 from ..verifier.tapped_model import Verifier, find_taps, load_model
-from .training_time_test import TrainingTimeTest
+from .eagle3 import TrainingTimeTest
 
 # EAGLE checkpoints of the speculators 0.4 line are complete without their verifier. `detached`: the drafter holds what
 # its checkpoint holds. `train_only`: also the verifier's embedding, head and norm. `full`: the whole verifier, to
@@ -242,7 +243,7 @@ class AttachableVerifier(TrainingTimeTest):
                 f"the verifier embeds {tokens} tokens in {channels} channels, "
                 f"transformer_layer_config says {want[0]} and {want[1]}"
             )
-        head = TargetHead.from_config(model.config).to(self.device)
+        head = head_of_family(model.config).to(self.device)
         self._borrow(parts, head)
         self.target_head = head
         self.verifier_layers = text_config(model.config).num_hidden_layers

@@ -35,7 +35,6 @@ from ..core.registry import ClassRegistryMixin
 from speculators_nb.models.draft_network import (
     WrongKind,
     adopt_upstream_names,
-    check_batch,
     check_kind,
     check_names_and_shapes,
     check_parts,
@@ -48,8 +47,9 @@ from .formats import pickled_tensors
 from .serving_rules import Rule
 from ..nn.draft_vocabulary import check_vocab_mapping, draft_to_verifier
 from ..nn.losses import parse_loss
+from ..nn.supervision import check_batch
 from speculators_nb.nn.target_head import (
-    TargetHead,
+    head_of_family,
     target_head_for,
     text_config,
     verifier_config,
@@ -405,7 +405,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         check_shape(self, source, text.hidden_size)
         parts = load_verifier_tensors(source, self.t2d)
         check_parts(self, source, parts)
-        head = TargetHead.from_config(config).to(self.device)
+        head = head_of_family(config).to(self.device)
         self._borrow(parts, head)
         self.target_head = head
         self.verifier_layers = text.num_hidden_layers

@@ -38,7 +38,15 @@ from speculators_nb.nn.anchors import (
     chosen_slots,
     select_anchors,
 )
-from ..nn.attention import attention, block_attention, sdpa
+from speculators_nb.nn.attention import (
+    Mask,
+    MaskSize,
+    anchored_blocks,
+    attention,
+    block_attention,
+    sdpa,
+    slot_window,
+)
 from speculators_nb.nn.layers import (
     ALIKE_FAMILIES,
     LAYER_FAMILIES,
@@ -49,18 +57,17 @@ from speculators_nb.nn.layers import (
     Rotary,
     head_dim,
 )
-from ..nn.masks import Mask, MaskSize, anchored_blocks, slot_window
-from speculators_nb.nn.step_weights import (
+from speculators_nb.nn.supervision import (
     FIXED,
     LossWeight,
     StepWeights,
     WeightOfRows,
     block_decay,
     loss_weight,
+    on_host,
     survival_weights,
     weights_of_steps,
 )
-from ..nn.supervision import on_host
 
 # %% ../../nbs/models/09_blocks.ipynb #blk00005
 def as_qwen3_layers(

@@ -46,11 +46,11 @@ from speculators_nb.models.serving_rules import (
     served_rope,
 )
 from ..nn.anchors import Blocks, slot_metrics
-from ..nn.compiled import attention_back_end, to_device
-from ..nn.head_loss import HeadLoss, RowWeight, head_loss
+from ..nn.attention import attention_back_end
+from ..nn.compiled import to_device
 from ..nn.layers import KINDS, SINKS, DecoderLayer, RMSNorm, Rotary
-from ..nn.losses import parse_loss
-from ..nn.step_weights import FIXED, StepWeights
+from ..nn.losses import HeadLoss, RowWeight, head_loss, parse_loss
+from ..nn.supervision import FIXED, StepWeights
 from ..verifier.cache import crop_cache
 from ..verifier.mask_token import resolve_mask_token
 

@@ -39,11 +39,9 @@ from speculators_nb.models.serving_rules import (
     written,
 )
 from ..nn.anchors import Blocks
-from ..nn.head_loss import RowWeight
 from ..nn.layers import Attention, DecoderLayer
-from ..nn.losses import ScoredRows
-from ..nn.step_weights import StepWeights
-from ..nn.supervision import block_metrics, sum_and_total
+from ..nn.losses import RowWeight
+from ..nn.supervision import ScoredRows, StepWeights, block_metrics, sum_and_total
 from ..nn.token_loss import Candidates, candidate_logits, find_candidates
 
 # %% ../../nbs/models/12_dflash2.ipynb #129e7736

@@ -37,8 +37,7 @@ from speculators_nb.models.serving_rules import (
     written,
 )
 from ..nn.anchors import Blocks
-from ..nn.step_weights import StepWeights
-from ..nn.supervision import sum_and_total
+from ..nn.supervision import StepWeights, sum_and_total
 
 # %% ../../nbs/models/11_dspark.ipynb #bf7c6973
 MARKOV_HEADS = ("vanilla", "gated", "rnn")

@@ -32,21 +32,23 @@ from speculators_nb.models.drafting import (
     padded_attention,
     step_mask,
 )
+from .eagle3 import LeanSteps, StepInputs, StepOutput
 from .formats import format_named
 from .serving_rules import refused
-from .training_time_test import LeanSteps, StepInputs, StepOutput
-from ..nn.compiled import attention_back_end, take_rows, to_device
-from ..nn.head_loss import HeadLoss, RowWeight, head_loss
-from ..nn.layers import DecoderLayer, RMSNorm, Rotary
-from ..nn.losses import parse_loss
-from ..nn.step_weights import StepWeights, loss_weight, weights_of_steps
+from ..nn.attention import attention_back_end
+from ..nn.compiled import to_device
+from ..nn.layers import DecoderLayer, RMSNorm, Rotary, take_rows
+from ..nn.losses import HeadLoss, RowWeight, head_loss, parse_loss
 from speculators_nb.nn.supervision import (
+    StepWeights,
     Supervised,
     chain_metrics,
+    loss_weight,
     on_host,
     sum_and_total,
     supervised_steps,
     ttt_supervision,
+    weights_of_steps,
 )
 from ..verifier.cache import cache_keyword
 

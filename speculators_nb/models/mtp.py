@@ -18,6 +18,14 @@ from transformers import PretrainedConfig
 
 from .base import ForwardOutput, SpeculatorModel
 from .drafting import ChainDrafter, cached_attention
+from speculators_nb.models.eagle3 import (
+    LeanSteps,
+    StepAttention,
+    StepInputs,
+    StepOutput,
+    TrainingTimeTest,
+    all_steps,
+)
 from .mtp_families import FAMILIES
 from .mtp_layer import MTPLayer
 from .mtp_native import extract_mtp
@@ -29,31 +37,22 @@ from speculators_nb.models.mtp_rows import (
     upstream_rows,
 )
 from .serving_rules import Rule, layer_of, refused
-from speculators_nb.models.training_time_test import (
-    LeanSteps,
-    StepAttention,
-    StepInputs,
-    StepOutput,
-    TrainingTimeTest,
-    all_steps,
-)
-from ..nn.compiled import attention_back_end, take_rows, to_device
-from ..nn.head_loss import HeadLoss, RowWeight
-from ..nn.layers import Rotary
-from speculators_nb.nn.step_weights import (
-    StepWeights,
-    loss_weight,
-    normalised_steps,
-    weights_of_steps,
-)
+from ..nn.attention import attention_back_end
+from ..nn.compiled import to_device
+from ..nn.layers import Rotary, take_rows
+from ..nn.losses import HeadLoss, RowWeight
 from speculators_nb.nn.supervision import (
+    StepWeights,
     Supervised,
     chain_metrics,
+    loss_weight,
+    normalised_steps,
     on_host,
     places_among,
     same_rows,
     sum_and_total,
     supervised_steps,
+    weights_of_steps,
 )
 from ..nn.target_head import text_config, verifier_config
 from ..nn.token_loss import dense_token_loss, token_loss

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 from transformers import PretrainedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from .eagle3 import StepOutput
 from speculators_nb.models.mtp_families import (
     family_part,
     head_family,
     head_reach,
     layer_parts,
 )
-from .training_time_test import StepOutput
 from ..nn.compiled import compiled_in_training
 from ..nn.layers import head_dim, refuse_dropout, rotate
 from ..nn.target_head import norm_eps

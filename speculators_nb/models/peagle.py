@@ -37,17 +37,18 @@ from speculators_nb.models.serving_rules import (
     short_window,
     written,
 )
+from ..nn.attention import MaskSize, attention_back_end, rollouts
 from ..nn.attention import attention as masked_attention
-from ..nn.compiled import attention_back_end, to_device
-from ..nn.head_loss import HeadLoss, RowWeight, head_loss
-from ..nn.losses import parse_loss
-from ..nn.masks import MaskSize, rollouts
-from ..nn.step_weights import StepWeights, loss_weight, weights_of_steps
+from ..nn.compiled import to_device
+from ..nn.losses import HeadLoss, RowWeight, head_loss, parse_loss
 from speculators_nb.nn.supervision import (
+    StepWeights,
     Supervised,
+    loss_weight,
     on_host,
     position_metrics,
     sum_and_total,
+    weights_of_steps,
 )
 from ..verifier.cache import crop_cache
 from ..verifier.mask_token import resolve_mask_token

@@ -14,10 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..nn.attention import attention, block_attention
+from speculators_nb.nn.attention import (
+    Mask,
+    anchored_blocks,
+    attention,
+    block_attention,
+    slot_window,
+)
 from ..nn.compiled import to_device
 from ..nn.layers import rotate
-from ..nn.masks import Mask, anchored_blocks, slot_window
 
 # %% ../../nbs/models/07_peagle_rollouts.ipynb #8815da9d
 class Rollouts(NamedTuple):

@@ -15,12 +15,12 @@ from torch import Tensor
 from .base import ForwardOutput, SpeculatorModel
 from .formats import save_native
 from ..nn.compiled import to_device
-from ..nn.head_loss import HeadLoss, RowWeight
-from ..nn.losses import ScoredRows
-from ..nn.step_weights import loss_weight
+from ..nn.losses import HeadLoss, RowWeight
 from speculators_nb.nn.supervision import (
+    ScoredRows,
     Supervised,
     block_metrics,
+    loss_weight,
     needed_rows,
     on_host,
     sum_and_total,

@@ -40,9 +40,8 @@ from speculators_nb.models.serving_rules import (
     one_kind_of_attention,
     own_layout,
 )
-from ..nn.head_loss import HeadLoss
-from ..nn.step_weights import StepWeights
-from ..nn.supervision import sum_and_total
+from ..nn.losses import HeadLoss
+from ..nn.supervision import StepWeights, sum_and_total
 
 # %% ../../nbs/models/13_xpress.ipynb #xprA0006
 RULES.update(

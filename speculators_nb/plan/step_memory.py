@@ -19,8 +19,8 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from ..evaluate.cost import ALSO_COUNTED
 from ..models.base import SpeculatorModel
-from ..nn.head_loss import chunk_rows, tile_rows
 from ..nn.layers import LAYER_FAMILIES, head_dim
+from ..nn.losses import chunk_rows, tile_rows
 from ..train.train_drafter import LAYER_ARGUMENTS
 from ..train.trainer import weights_to_float32
 from ..verifier.identity import VerifierInfo

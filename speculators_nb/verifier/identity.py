@@ -21,7 +21,15 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..core.checkpoints import checkpoint_index, hub_access
 from ..core.files import read_object
-from ..nn.target_head import FinalNorm, TargetHead, check_target_head, norm_eps, norm_kind, text_config, verifier_config
+from ..nn.losses import FinalNorm, TargetHead
+from ..nn.target_head import (
+    check_target_head,
+    head_of_family,
+    norm_eps,
+    norm_kind,
+    text_config,
+    verifier_config,
+)
 from .tapped_model import Verifier, auto_class, find_taps
 
 log = logging.getLogger(__name__)
@@ -40,7 +48,7 @@ def head_of(verifier: Verifier) -> TargetHead | None:
             f"{type(verifier.model).__name__}: its final norm has no weight, which a drafter's "
             "target head needs; choose another verifier"
         )
-    ours = TargetHead.from_config(verifier.model.config).to(verifier.device)
+    ours = head_of_family(verifier.model.config).to(verifier.device)
     weight, bias = verifier.norm.get_parameter("weight"), getattr(verifier.norm, "bias", None)
     ours.load_norm({"norm_weight": weight.detach(), "norm_bias": bias})
     ours.set_rows(output.get_parameter("weight").detach(), getattr(output, "bias", None))

@@ -24,7 +24,7 @@ from transformers import Qwen3Config
 
 from ..core.options import shown
 from ..models.base import SpeculatorModel
-from ..nn.masks import Mask, MaskSize
+from ..nn.attention import Mask, MaskSize
 from .widget import Widget
 
 # %% ../../nbs/widgets/02_mask_explorer.ipynb #e3a00007

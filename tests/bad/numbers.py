@@ -10,10 +10,9 @@ from transformers import Qwen3Config
 
 from speculators_nb.core.config import SpeculatorModelConfig
 from speculators_nb.models.base import SpeculatorModel
-from speculators_nb.nn.attention import attention, block_attention
-from speculators_nb.nn.head_loss import head_loss
+from speculators_nb.nn.attention import attention, block_attention, causal
 from speculators_nb.nn.layers import Rotary, draft_layer_config
-from speculators_nb.nn.masks import causal
+from speculators_nb.nn.losses import head_loss
 from speculators_nb.nn.target_head import target_head_for
 from speculators_nb.nn.token_loss import token_loss
 

@@ -25,7 +25,7 @@ from axe_playwright_python.sync_playwright import Axe
 from chromium import browser, serve, watch
 
 from speculators_nb.evaluate.speedup import best_gamma, draft_schedule
-from speculators_nb.nn.masks import Mask
+from speculators_nb.nn.attention import Mask
 from speculators_nb.widgets.mask_explorer import PACKINGS, drafter_mask, entry_counts, reasons, without
 from speculators_nb.widgets.mask_explorer import clauses as clauses_of
 from speculators_nb.widgets.playground import Drafting, Machine, surface
