@@ -3,7 +3,7 @@
 assertions and the figures, and can store the outputs.
 
     python tests/notebooks.py                                      all notebooks below nbs/; stores nothing
-    python tests/notebooks.py nbs/nn/02_masks.ipynb nbs/train    these
+    python tests/notebooks.py nbs/nn/02_attention.ipynb nbs/train    these
     python tests/notebooks.py --flags slow                         with the cells that train for minutes
     python tests/notebooks.py --save                               store what the notebooks that passed have shown
     python tests/notebooks.py --times docs/times.yml --flags slow  store how long they ran, for the site

@@ -39,21 +39,21 @@ FAULTS = [
     # masks
     Fault(
         "a causal mask hides the query's own position",
-        "nn/masks.py",
+        "nn/attention.py",
         "lambda b, h, q, kv: kv <= q,",
         "lambda b, h, q, kv: kv < q,",
         "masks flex",
     ),
     Fault(
         "padding attends to padding",
-        "nn/masks.py",
-        "(ids[q] == ids[kv % L]) & (ids[q] >= 0), ranges",
-        "(ids[q] == ids[kv % L]), ranges",
+        "nn/attention.py",
+        "(ids[q] == ids[kv % L]) & (ids[q] >= 0),",
+        "(ids[q] == ids[kv % L]),",
         "masks flex",
     ),
     Fault(
         "a block attends to the features at its anchor",
-        "nn/masks.py",
+        "nn/attention.py",
         "kv < anchors[q // block], None",
         "kv <= anchors[q // block], None",
         "masks dflash",
@@ -66,7 +66,7 @@ FAULTS = [
     ),
     Fault(
         "a rollout attends to the one of another anchor",
-        "nn/masks.py",
+        "nn/attention.py",
         "lambda b, h, q, kv: anchor_pos[kv] == anchor_pos[q], None",
         "lambda b, h, q, kv: anchor_pos[kv] <= anchor_pos[q], None",
         "masks peagle",
@@ -116,7 +116,7 @@ FAULTS = [
     ),
     Fault(
         "later steps of training keep the positions of step 0",
-        "models/training_time_test.py",
+        "models/eagle3.py",
         "positions = self.position_ids[rows] + t if t else self.position_ids",
         "positions = self.position_ids[rows] if t else self.position_ids",
         "eagle3 rope",
@@ -139,7 +139,7 @@ FAULTS = [
     ),
     Fault(
         "the first predicted slot is decayed too",
-        "nn/step_weights.py",
+        "nn/supervision.py",
         "return torch.exp(-(k - 1) / _positive",
         "return torch.exp(-k / _positive",
         "step_weights dflash",
@@ -175,8 +175,8 @@ FAULTS = [
     Fault(
         "norms are computed in the dtype of their input",
         "nn/layers.py",
-        "return F.rms_norm(x.to(wide), x.shape[-1:], self.weight.to(wide), self.eps).to(x.dtype)",
-        "return F.rms_norm(x, x.shape[-1:], self.weight.to(x.dtype), self.eps)",
+        "wide = torch.promote_types(x.dtype, torch.float32)\n        weight",
+        "wide = x.dtype\n        weight",
         "precision layer_fields models_base",
     ),
     # decoding

@@ -121,7 +121,7 @@ def test_an_unknown_name_is_an_attribute_error(package):
         module.Nothing  # noqa: B018
 
 
-@pytest.mark.parametrize("path,name", [("nn.masks", "Mask"), ("decode.tree", "TokenTree")])
+@pytest.mark.parametrize("path,name", [("nn.attention", "Mask"), ("decode.tree", "TokenTree")])
 def test_type_hints_resolve_without_matplotlib(path, name):
     "What nbdev's show_doc asks for."
     drawn = getattr(importlib.import_module(f"speculators_nb.{path}"), name).draw

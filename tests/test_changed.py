@@ -9,11 +9,11 @@ import changed
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MASKS = "nbs/nn/02_masks.ipynb"
+MASKS = "nbs/nn/02_attention.ipynb"
 NOTEBOOKS = [MASKS, "nbs/nn/06a_losses.ipynb", "nbs/tutorials/01_first.ipynb", "nbs/index.ipynb"]
 SOURCES = {
-    "tests/test_masks.py": "from speculators_nb.nn.masks import ttt",
-    "tests/test_late.py": "def test():\n    import speculators_nb.nn.masks as m",
+    "tests/test_masks.py": "from speculators_nb.nn.attention import ttt",
+    "tests/test_late.py": "def test():\n    import speculators_nb.nn.attention as m",
     "tests/test_other.py": "from speculators_nb.nn import masks_of_others\nfrom speculators_nb import nn",
     "tests/test_named.py": "from speculators_nb.nn import masks",
     "tests/test_matrix.py": "from matrix import V\nfrom bad.draw import draw",
@@ -25,9 +25,9 @@ SOURCES = {
 @pytest.mark.parametrize(
     "path, module",
     [
-        (MASKS, "speculators_nb.nn.masks"),
+        (MASKS, "speculators_nb.nn.attention"),
         ("nbs/index.ipynb", None),
-        ("speculators_nb/nn/masks.py", "speculators_nb.nn.masks"),
+        ("speculators_nb/nn/attention.py", "speculators_nb.nn.attention"),
         ("speculators_nb/nn/__init__.py", "speculators_nb.nn"),
         ("benchmarks/gpu/equal.py", "benchmarks.gpu.equal"),
         ("Makefile", None),
@@ -39,7 +39,7 @@ def test_the_module_of_a_file(path, module):
 
 def test_files_of_tests_have_short_names_too():
     assert changed.names_of("tests/bad/draw.py") == {"tests.bad.draw", "bad.draw", "draw"}
-    assert changed.names_of("speculators_nb/nn/masks.py") == {"speculators_nb.nn.masks"}
+    assert changed.names_of("speculators_nb/nn/attention.py") == {"speculators_nb.nn.attention"}
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,10 @@ def test_files_of_tests_have_short_names_too():
     [
         (["tests/test_masks.py"], ["tests/test_masks.py"]),
         ([MASKS], [MASKS, "tests/test_masks.py", "tests/test_late.py", "tests/test_named.py"]),
-        (["speculators_nb/nn/masks.py"], [MASKS, "tests/test_masks.py", "tests/test_late.py", "tests/test_named.py"]),
+        (
+            ["speculators_nb/nn/attention.py"],
+            [MASKS, "tests/test_masks.py", "tests/test_late.py", "tests/test_named.py"],
+        ),
         (["nbs/tutorials/01_first.ipynb"], ["nbs/tutorials/01_first.ipynb"]),
         (["speculators_nb/nn/__init__.py"], ["tests/test_other.py", "tests/test_named.py"]),
         (["tests/matrix.py"], ["tests/test_matrix.py"]),

@@ -55,7 +55,7 @@ def test_the_page_is_part_of_the_site():
         "residual distribution": ["decode/02_acceptance_rules.ipynb"],
         "target model": ["verifier/02_tapped_model.ipynb"],
         "tree attention": ["decode/03_verification.ipynb"],
-        "KV cache": ["decode/11_generate.ipynb", "nn/03_attention.ipynb"],
+        "KV cache": ["decode/11_generate.ipynb", "nn/02_attention.ipynb"],
     }.items(),
 )
 def test_a_notebook_that_explains_a_term_uses_its_name(word, notebooks):

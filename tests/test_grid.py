@@ -232,7 +232,7 @@ OWN = """
 from speculators_nb.core.config import SpeculatorModelConfig
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-from speculators_nb.nn.masks import sliding_window
+from speculators_nb.nn.attention import sliding_window
 
 
 @SpeculatorModelConfig.register("near_sighted_twin")

@@ -123,7 +123,7 @@ def test_low_rank_term_and_weights_from_losses(chunk, by_loss):
 def test_low_rank_term_of_targets(chunk, tile, by_loss, monkeypatch):
     """One row of the low-rank term for each target: what rows that share it give it back is added up; targets that
     nothing asks for get no gradient."""
-    monkeypatch.setattr("speculators_nb.nn.head_loss.TILE_BYTES", 4 * 40 * tile)
+    monkeypatch.setattr("speculators_nb.nn.losses.TILE_BYTES", 4 * 40 * tile)
     c, g = case(3, n=31), torch.Generator().manual_seed(4)
     bias = [
         torch.randn(len(c["target_hidden"]), 5, generator=g, requires_grad=True),
@@ -165,7 +165,7 @@ def test_tiles_do_not_change_token_loss(monkeypatch):
         torch.rand(23, generator=g),
     )
     whole = token_loss(*case, chunk=10)
-    monkeypatch.setattr("speculators_nb.nn.head_loss.TILE_BYTES", 4 * 40 * 3)  # three rows at a time
+    monkeypatch.setattr("speculators_nb.nn.losses.TILE_BYTES", 4 * 40 * 3)  # three rows at a time
     assert torch.equal(token_loss(*case, chunk=10).rows["ce"], whole.rows["ce"])
 
 

@@ -18,8 +18,7 @@ from speculators_nb.features.feature_folder import FeatureDataset
 from speculators_nb.lab.experiment import settings, shipped_features
 from speculators_nb.lab.grid import Measured, Run, Subject, experiment, planned
 from speculators_nb.models.base import SpeculatorModel
-from speculators_nb.nn import losses
-from speculators_nb.nn import supervision as step_weights
+from speculators_nb.nn import losses, supervision
 from speculators_nb.nn.losses import Distribution, parse_loss, register_loss, row_loss, score_rows
 from speculators_nb.nn.supervision import register_loss_weight
 from speculators_nb.train.train_drafter import new_drafter
@@ -34,7 +33,7 @@ TEXT = "\n".join("".join(cell["source"]) for cell in PAGE["cells"] if cell["cell
 @pytest.fixture(autouse=True)
 def registered():
     "What a test registers is forgotten after it; the tables stay the same objects."
-    tables, words = (losses.LOSSES, step_weights.LOSS_WEIGHTS), (options.LOSSES, options.LOSS_WEIGHTS)
+    tables, words = (losses.LOSSES, supervision.LOSS_WEIGHTS), (options.LOSSES, options.LOSS_WEIGHTS)
     kept = [dict(table) for table in tables], [list(names) for names in words]
     yield
     for table, before in zip(tables, kept[0]):
@@ -149,7 +148,7 @@ def test_a_changed_function_is_another_run():
 
     register_loss_weight("mine")(until_wrong)
     first = run()
-    step_weights.LOSS_WEIGHTS.pop("mine")
+    supervision.LOSS_WEIGHTS.pop("mine")
     register_loss_weight("mine")(lambda drafted: drafted.correct)
     assert run() != first
 
@@ -177,7 +176,7 @@ def test_a_file_is_looked_for_beside_the_experiment(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     what = read_experiment_file(tmp_path / "own.yaml")
-    assert what.modules == [str(tmp_path / "loss_beside.py")] and "until_wrong" in step_weights.LOSS_WEIGHTS
+    assert what.modules == [str(tmp_path / "loss_beside.py")] and "until_wrong" in supervision.LOSS_WEIGHTS
     assert what.given == dict(features="features", heldout="prepared")
     (tmp_path / "own.yaml").write_text("\n".join([*lines, "max_new_tokens: 0"]))
     with pytest.raises(ValueError, match="max_new_tokens=0: must be at least 1"):

@@ -166,7 +166,7 @@ def test_lean_is_dense(seed):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_mask_is_the_papers(seed):
-    "`masks.rollouts` against a loop over all pairs of rows."
+    "`attention.rollouts` against a loop over all pairs of rows."
     g = torch.Generator().manual_seed(seed)
     documents, mask = random_row(g, 20)
     anchor, depth = cod_sample(mask, documents, 4, 1.0, 1.0, None, g)

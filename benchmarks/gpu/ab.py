@@ -35,9 +35,7 @@ def flex_backward(rows, columns):
 
 def tile_eager():
     """No part of the loss takes its compiled form."""
-    modules = [import_module(NN + name) for name in ("losses", "head_loss")]
-    asking = [module for module in modules if hasattr(module, "is_compiled_for")]
-    return [patch(f"{module.__name__}.is_compiled_for", lambda x: False) for module in asking or modules]
+    return [patch(NN + "losses.is_compiled_for", lambda x: False)]
 
 
 def only_flex_compiled():
@@ -57,7 +55,7 @@ def embeddings_at_every_step():
 
 VARIANTS = {
     "as committed": list,
-    "each slot of a tile by itself": lambda: [patch(NN + "head_loss.SLOTS_AT_ONCE", 1)],
+    "each slot of a tile by itself": lambda: [patch(NN + "losses.SLOTS_AT_ONCE", 1)],
     "embeddings projected at every step": embeddings_at_every_step,
     "tile of the loss eager": tile_eager,
     "flex backward 32x128": lambda: flex_backward(32, 128),

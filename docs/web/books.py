@@ -19,7 +19,7 @@ class Book(NamedTuple):
 
     page: str  # its place on the site, and below nbs/
     nb: dict  # its content; the source of a cell is one text
-    module: str | None  # what it exports: "nn.masks"
+    module: str | None  # what it exports: "nn.attention"
     title: str
     claim: str  # the line under the title
 

@@ -45,15 +45,15 @@ INTERNALS = {
 PAGES = START | GUIDES | INTERNALS
 DRAFTERS = [  # their notebooks are a group of their own; all others of a package are below Internals
     "models/05_eagle.ipynb",
-    "models/06_eagle3.ipynb",
+    "models/04_eagle3.ipynb",
     "models/08_peagle.ipynb",
     "models/10_dflash.ipynb",
     "models/11_dspark.ipynb",
     "models/12_dflash2.ipynb",
     "models/13_xpress.ipynb",
-    "models/22_domino.ipynb",
+    "models/21_domino.ipynb",
     "models/16_mtp.ipynb",
-    "models/23_query_only.ipynb",
+    "models/22_query_only.ipynb",
     "models/18_mlp_speculator.ipynb",
     "models/19_medusa.ipynb",
     "decode/05_ngram.ipynb",

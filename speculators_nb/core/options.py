@@ -129,7 +129,7 @@ def _path(rule, value):
     return _text(rule, path)
 
 
-# `nn.losses.register_loss` and `nn.step_weights.register_loss_weight` add to these two
+# `nn.losses.register_loss` and `nn.supervision.register_loss_weight` add to these two
 LOSSES = ["kl_div", "rkl", "jsd", "ce", "soft_ce", "topk_ce", "tv", "nla", "lk_hybrid"]
 LOSS_WEIGHTS = ["fixed-exp-decay", "dpace", "auf"]
 

@@ -99,7 +99,7 @@ class RolloutPlan(NamedTuple):
     order: Tensor  # [N] anchors in row order, each once
     source: Tensor  # [T] index into `order`, N where the row reads the mask
     base: Tensor  # [N] the rows of depth 0, anchors ascending
-    keys: Tensor  # [T] rows in the order of `masks.rollouts`: `base`, then by anchor
+    keys: Tensor  # [T] rows in the order of `attention.rollouts`: `base`, then by anchor
     place: Tensor  # [T] of each row among `keys`
 
     def to(self, device: torch.device) -> "RolloutPlan":
@@ -151,7 +151,7 @@ def at_once(
     keys: Tensor,  # [Hkv, T, D] in the order of the plan
     values: Tensor,  # [Hkv, T, D]
     plan: RolloutPlan,
-    mask: Mask,  # `masks.rollouts` for these queries
+    mask: Mask,  # `attention.rollouts` for these queries
 ) -> Tensor:  # [Hq, N, D]
     "All rollouts in one call of flex attention."
     keys, values = keys[:, plan.keys], values[:, plan.keys]
@@ -166,7 +166,7 @@ class RolloutAttention(NamedTuple):
     document_ids: Tensor  # [N] of the real positions
     place: Tensor  # [L] position -> its place among the real ones
     impl: str  # of `block_attention`
-    masks: dict  # window -> `masks.rollouts` of all rows, for flex
+    masks: dict  # window -> `attention.rollouts` of all rows, for flex
     queries: dict  # skip -> the rows after it, as queries of these masks
 
     def first_layer(self, skip: int, window: int | None):

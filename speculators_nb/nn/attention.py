@@ -8,8 +8,8 @@ where drafters are special: a causal prefix plus a few keys of one's own."""
 __all__ = ['Predicate', 'KeyRanges', 'BACK_ENDS', 'FLEX_BLOCK', 'FLEX_NAMES', 'KeyRange', 'disjoint', 'BlockMap', 'Mask',
            'MaskSize', 'causal', 'document_range', 'same_document', 'sliding_window', 'repeated_diagonal', 'itself',
            'ttt', 'anchored_blocks', 'slot_window', 'rollouts', 'sdpa', 'with_sinks', 'attention', 'flex_mask',
-           'masked_flex', 'key_prefix', 'PrefixBlock', 'prefix_blocks', 'AttendedKeys', 'attended_keys',
-           'block_attention', 'merge_own', 'prefix_attention', 'attention_back_end']
+           'masked_flex', 'key_prefix', 'PrefixBlock', 'prefix_blocks', 'block_attention', 'merge_own',
+           'prefix_attention', 'attention_back_end']
 
 # %% ../../nbs/nn/02_attention.ipynb #2f348c42
 import math
@@ -422,17 +422,13 @@ def rollouts(
     return replace(mask, ranges=ranges) if known else mask
 
 # %% ../../nbs/nn/02_attention.ipynb #7ec5dd6d
-def _wide(x: Tensor) -> Tensor:
-    # scores and their statistics: float32 at least
-    return x if x.dtype == torch.float64 else x.float()
-
-
 def _eager(q, k, v, mask, scale, sinks):
     allowed = mask.dense(q.shape[-2], k.shape[-2], device=q.device)
     groups = q.shape[1] // k.shape[1]
     k = k.repeat_interleave(groups, 1)
     v = v.repeat_interleave(groups, 1)
-    scores = _wide(q) @ _wide(k).transpose(-1, -2) * scale
+    wide = torch.promote_types(q.dtype, torch.float32)  # of scores and their statistics
+    scores = q.to(wide) @ k.to(wide).transpose(-1, -2) * scale
     scores = scores.masked_fill(~allowed, -math.inf)
     scores = scores.masked_fill(~allowed.any(-1, keepdim=True), 0.0)
     if sinks is not None:  # one more column, which is left out again
@@ -746,26 +742,6 @@ class _PrefixOwn(torch.autograd.Function):
         grad_own_v = own.transpose(-1, -2) @ grad_out
         return grad_q, grad_k, grad_v, grad_own_k, grad_own_v, None, None, None, None
 
-# %% ../../nbs/nn/02_attention.ipynb #attbk014
-class AttendedKeys(NamedTuple):
-    "What B queries at each of A anchors attend to, in the form that blocks need."
-
-    prefix: KeyRange  # of [A, B] tensors: the range of each query among the row's keys
-    own: Tensor  # [A, B, S] bool: which of its anchor's own keys
-    blocks: list[PrefixBlock]
-
-
-def attended_keys(
-    mask: Mask,
-    queries: Tensor,  # [A, B] int64, queries of the mask
-    own_keys: Tensor,  # [A, S] int64, keys of the mask that belong to one anchor alone
-    length: int,  # L: keys 0 … L-1 are the row's
-) -> AttendedKeys:
-    "A mask in that form. Errors: ValueError, as in `key_prefix`."
-    prefix = key_prefix(mask, queries, length)
-    own = mask.at(queries[:, :, None], own_keys[:, None])
-    return AttendedKeys(prefix, own, prefix_blocks(prefix, max(1, 128 // queries.shape[1])))
-
 # %% ../../nbs/nn/02_attention.ipynb #5a7623bc
 def block_attention(
     q: Tensor,  # [Hq, A, B, D]: B queries at each of A anchors; query a·B + b of the mask
@@ -776,7 +752,8 @@ def block_attention(
     mask: Mask,  # one contiguous range of the keys 0 … L-1 for each query
     impl: str = "blocked",  # "blocked" (any device, float64) or "flex" (CUDA; CPU forward only)
     sinks: Tensor | None = None,  # [Hq], as in `attention`
-    attended: AttendedKeys | None = None,  # what "blocked" makes of the mask; None: here
+    queries: Tensor | None = None,  # [A, B] int64, of the mask; None: a·B + b, as with "flex"
+    own_keys: Tensor | None = None,  # [A, S] int64, of the mask; None: L + a·S + s
 ) -> Tensor:  # [Hq, A, B, D]; zeros for a query that attends to nothing
     """Attention of blocks of queries over a prefix of the packed row and over their anchor's
     own keys, exactly. Anchors ascend, and none is padding. Errors: ValueError for an unknown
@@ -798,20 +775,23 @@ def block_attention(
             rows = q.flatten(1, 2)[None]
             out = _flex(rows, keys[None], values[None], mask, d**-0.5, sinks)
             return out[0].unflatten(1, (a, b))
-        if attended is None:
+        length, own = k.shape[1], own_k.shape[2]
+        if queries is None or own_keys is None:
             queries = torch.arange(a * b, device=q.device).view(a, b)
-            own_keys = torch.arange(a * own_k.shape[2], device=q.device).view(a, -1)
-            attended = attended_keys(mask, queries, own_keys + k.shape[1], k.shape[1])
+            own_keys = length + torch.arange(a * own, device=q.device).view(a, own)
+        prefix = key_prefix(mask, queries, length)
+        attended = mask.at(queries[:, :, None], own_keys[:, None])  # [A, B, S]
         # heads that share a key head are queries of one anchor
         hkv, groups = len(k), hq // len(k)
-        rows = (_wide(q) * d**-0.5).unflatten(0, (hkv, groups))
+        wide = torch.promote_types(v.dtype, torch.float32)  # the one rounding is the inputs'
+        rows = (q.to(wide) * d**-0.5).unflatten(0, (hkv, groups))
         rows = rows.transpose(1, 2).flatten(2, 3)  # [Hkv, A, G·B, D]: an anchor's together
         out, lse = _PrefixOwn.apply(
             rows,
-            *map(_wide, (k, v, own_k, own_v)),  # the one rounding is that of the inputs
-            *(x.repeat(1, groups) for x in attended.prefix),
-            attended.own.repeat(1, groups, 1),
-            attended.blocks,
+            *(x.to(wide) for x in (k, v, own_k, own_v)),
+            *(x.repeat(1, groups) for x in prefix),
+            attended.repeat(1, groups, 1),
+            prefix_blocks(prefix, max(1, 128 // b)),
         )
         out, lse = (
             x.unflatten(2, (groups, b)).transpose(1, 2).flatten(0, 1) for x in (out, lse)
@@ -830,14 +810,15 @@ def merge_own(
 ) -> Tensor:  # [Hq, N, D]
     "Join a prefix's attention with each query's own S keys."
     hkv, d = len(own_k), q.shape[-1]
-    grouped = (_wide(q) * d**-0.5).unflatten(0, (hkv, -1))  # [Hkv, G, N, D]
-    scores = (grouped[:, :, :, None] * _wide(own_k)[:, None]).sum(-1).flatten(0, 1)
+    wide = torch.promote_types(q.dtype, torch.float32)
+    grouped = (q.to(wide) * d**-0.5).unflatten(0, (hkv, -1))  # [Hkv, G, N, D]
+    scores = (grouped[:, :, :, None] * own_k.to(wide)[:, None]).sum(-1).flatten(0, 1)
     scores = scores.masked_fill(~attended, -math.inf)
     share = torch.cat([lse[..., None].to(scores.dtype), scores], -1)
     nothing = share.amax(-1, keepdim=True) == -math.inf
     share = torch.softmax(share.masked_fill(nothing, 0.0), -1)
     of_own = share[..., 1:, None].unflatten(0, (hkv, -1))  # [Hkv, G, N, S, 1]
-    own = (of_own * _wide(own_v)[:, None]).sum(-2).flatten(0, 1)
+    own = (of_own * own_v.to(wide)[:, None]).sum(-2).flatten(0, 1)
     return (share[..., :1] * out + own).to(out.dtype)
 
 
@@ -849,9 +830,8 @@ def prefix_attention(
     # [N] int64 positions of the queries, where the mask's tensors are: for "blocked" on the
     # device of the queries, ascending and none padding; for "flex" better on the host
     rows: Tensor,
-    mask: Mask,  # `masks.ttt`, or another with its keys: step s is keys s·L … (s+1)·L-1
+    mask: Mask,  # `ttt`, or another with its keys: step s is keys s·L … (s+1)·L-1
     impl: str = "blocked",  # as in `block_attention`
-    attended: AttendedKeys | None = None,  # what "blocked" makes of rows and mask; None: here
 ) -> Tensor:  # [Hq, N, D]
     "Attention of selected rows over step 0, plus each row's own keys of later steps, exactly."
     if not len(rows):
@@ -866,12 +846,18 @@ def prefix_attention(
     own_keys = rows[:, None] + k.shape[1] * step
     with torch.autocast(q.device.type, enabled=False):
         if impl != "flex":  # each row is an anchor with one query
-            if attended is None:
-                attended = attended_keys(mask, rows[:, None], own_keys, k.shape[1])
-            queries = q[:, :, None]
-            return block_attention(queries, k, v, own_k, own_v, mask, impl, attended=attended)[
-                :, :, 0
-            ]
+            heads = block_attention(
+                q[:, :, None],
+                k,
+                v,
+                own_k,
+                own_v,
+                mask,
+                impl,
+                queries=rows[:, None],
+                own_keys=own_keys,
+            )
+            return heads[:, :, 0]
         out, lse = masked_flex(
             q[None],
             k[None],

@@ -9,7 +9,7 @@ __all__ = ['TOP_K', 'ALPHA_FLOOR', 'LK_DECAY', 'TINY', 'LOSSES', 'NORM_KINDS', '
            'TILE_BYTES', 'LOW_PRECISION', 'SLOTS_AT_ONCE', 'RowWeight', 'Distribution', 'rowdot', 'one_hot', 'overlap',
            'RowLoss', 'parse_loss', 'autograd_gradient', 'score_rows', 'register_loss', 'score_logits', 'row_loss',
            'FinalNorm', 'TargetHead', 'target_slots', 'chunk_rows', 'tile_rows', 'Chunk', 'cut_chunks', 'head_dtype',
-           'wide_product', 'HeadProducts', 'RowBias', 'TargetBias', 'HeadLoss', 'alike', 'score_chunk', 'HeadCase',
+           'wide_product', 'chunk_logits', 'RowBias', 'TargetBias', 'HeadLoss', 'alike', 'score_chunk', 'HeadCase',
            'scaled_gradient', 'head_loss', 'dense_head_loss']
 
 # %% ../../nbs/nn/04_losses.ipynb #2f999eda
@@ -569,43 +569,24 @@ def wide_product(
     return torch.mm(x, w.T)
 
 # %% ../../nbs/nn/04_losses.ipynb #09c2f37b
-class HeadProducts:
-    "Logits of a chunk's targets and rows, and the way back, for one drafter and its verifier."
-
-    def __init__(
-        self,
-        hidden: Tensor,  # [N, H] the drafter's rows
-        head: Tensor,  # [Vd, H] its frozen head
-        target_head: TargetHead,  # the verifier's
-        targets: Tensor,  # [T', H] the verifier's states before the final norm, in order
-        dtype: torch.dtype,  # of the drafter's products, from `head_dtype`
-    ):
-        self.low = dtype in LOW_PRECISION
-        wide = torch.float32 if self.low and not hidden.is_cuda else dtype  # see `wide_product`
-        self.hidden, self.dtype = hidden, dtype
-        self.targets = target_head.norm(targets).to(wide)
-        self.w_draft = head.to(dtype)
-        self.shared = target_head.weight is head and wide == dtype
-        weight: Any = target_head.weight  # set by `set_rows`
-        self.w_target = self.w_draft if self.shared else weight.to(wide)
-
-    def logits(
-        self,
-        chunk: Chunk,
-        buffer: Tensor,  # [enough, Vd]
-    ) -> tuple[Tensor, Tensor]:  # of targets, of rows; views of the buffer if possible
-        "Raw products, without scale and soft-cap."
-        targets = self.targets[chunk.first : chunk.stop]
-        hidden = self.hidden[chunk.rows].to(self.dtype)
-        both = buffer[: len(targets) + len(hidden)]
-        z_targets, z_rows = both.split([len(targets), len(hidden)])
-        if self.shared and not self.low:  # one product reads the head once
-            torch.mm(torch.cat([targets, hidden]), self.w_draft.T, out=both)
-            return z_targets, z_rows
-        torch.mm(hidden, self.w_draft.T, out=z_rows)
-        if self.low:
-            return wide_product(targets, self.w_target), z_rows
-        return torch.mm(targets, self.w_target.T, out=z_targets), z_rows
+def chunk_logits(
+    targets: Tensor,  # [n, H] of the chunk: the verifier's states behind its final norm
+    hidden: Tensor,  # [m, H] the drafter's rows that want them, in the dtype of `w_draft`
+    w_target: Tensor,  # [Vd, H] the verifier's head; `w_draft` itself where they are the same
+    w_draft: Tensor,  # [Vd, H] the drafter's
+    buffer: Tensor,  # [n + m or more, Vd], of the dtype of `w_draft`
+) -> tuple[Tensor, Tensor]:  # of targets, of rows; views of the buffer if possible
+    "Raw products, without scale and soft-cap."
+    both = buffer[: len(targets) + len(hidden)]
+    z_targets, z_rows = both.split([len(targets), len(hidden)])
+    low = w_draft.dtype in LOW_PRECISION
+    if w_target is w_draft and not low:  # one product reads the head once
+        torch.mm(torch.cat([targets, hidden]), w_draft.T, out=both)
+        return z_targets, z_rows
+    torch.mm(hidden, w_draft.T, out=z_rows)
+    if low:
+        return wide_product(targets, w_target), z_rows
+    return torch.mm(targets, w_target.T, out=z_targets), z_rows
 
 # %% ../../nbs/nn/04_losses.ipynb #2c93f33d
 class RowBias:
@@ -822,8 +803,14 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         order, slots = target_slots(case.target_of_row.cpu(), len(case.target_hidden))
         order, *slots = (to_device(x, device) for x in (order, *slots))
         chunks = cut_chunks(order, slots, case.chunk, each)
-        targets = case.target_hidden[order]
-        heads = HeadProducts(hidden, case.head, case.target_head, targets, case.dtype)
+        # the drafter's products are made in this dtype, the verifier's logits are float32
+        dtype, target_head = case.dtype, case.target_head
+        low_on_cpu = dtype in LOW_PRECISION and not hidden.is_cuda  # see `wide_product`
+        wide = torch.float32 if low_on_cpu else dtype
+        targets = target_head.norm(case.target_hidden[order]).to(wide)
+        w_draft = case.head.to(dtype)
+        shared = target_head.weight is case.head and wide == dtype
+        w_target = w_draft if shared else target_head.weight.to(wide)
         scores = ScoredRows(
             {name: torch.zeros(n, device=device) for name in mixture},
             torch.zeros(n, dtype=torch.bool, device=device),
@@ -832,11 +819,17 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         )
         tile = tile_rows(len(case.head), device, case.chunk)
         largest = max((each * (c.stop - c.first) + len(c.rows) for c in chunks), default=0)
-        buffer = hidden.new_empty(largest, len(case.head), dtype=case.dtype)
+        buffer = hidden.new_empty(largest, len(case.head), dtype=dtype)
         known_weight = weight if isinstance(weight, Tensor) else hidden.new_ones(n)
         for chunk in chunks:
             rows, used = chunk.rows, order[chunk.first : chunk.stop]
-            z_targets, z_rows = heads.logits(chunk, buffer)
+            z_targets, z_rows = chunk_logits(
+                targets[chunk.first : chunk.stop],
+                hidden[rows].to(dtype),
+                w_target,
+                w_draft,
+                buffer,
+            )
             if bias is not None:
                 bias.begin(z_rows, rows, used, buffer[len(used) + len(rows) :])
             gradients = score_chunk(
@@ -845,14 +838,14 @@ class _ChunkedHeadLoss(torch.autograd.Function):
                 z_rows,
                 scores,
                 mixture,
-                target_head=case.target_head,
+                target_head=target_head,
                 bias=bias,
                 weight=known_weight if want_grad else None,
                 tile=tile,
                 labels=None if case.labels is None else case.labels[used],
             )
             if grad_hidden is not None:
-                grad_hidden[rows] = (gradients @ heads.w_draft).to(hidden.dtype)
+                grad_hidden[rows] = (gradients @ w_draft).to(hidden.dtype)
                 if bias is not None:
                     bias.end(gradients, known_weight, rows, used)
         if not isinstance(weight, Tensor):

@@ -237,7 +237,7 @@ def chunks_as_on(device: str) -> Iterator[None]:
         return tile_rows(vocab, torch.device(device), chunk)
 
     with (
-        patch.multiple("speculators_nb.nn.head_loss", chunk_rows=chunk, tile_rows=tile),
+        patch.multiple("speculators_nb.nn.losses", chunk_rows=chunk, tile_rows=tile),
         patch.multiple("speculators_nb.nn.token_loss", chunk_rows=chunk, tile_rows=tile),
     ):
         yield

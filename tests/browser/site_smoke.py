@@ -108,7 +108,7 @@ def main(site, shots=None):
             colours[theme] = page.evaluate("getComputedStyle(document.body).backgroundColor")
             toggle.click()
         assert colours["light"] != colours["dark"], f"the theme toggle changes nothing: {colours}"
-        page.goto(f"{url}/models/06_eagle3.html", wait_until="networkidle")
+        page.goto(f"{url}/models/04_eagle3.html", wait_until="networkidle")
         drawn = {}
         for theme in ("light", "dark"):
             page.evaluate("theme => document.body.dataset.theme = theme", theme)
