@@ -340,7 +340,7 @@ FAULTS = [
             ("self.fc.weight.dtype", "self.fusion.weight.dtype"),
             ("return self.fc(hidden_states)", "return self.fusion(hidden_states)"),
             ("return self.fc(torch.cat", "return self.fusion(torch.cat"),
-            ("gain, self.fc.weight)", "gain, self.fusion.weight)"),
+            ("F.linear(unit, self.fc.weight", "F.linear(unit, self.fusion.weight"),
         ),
     ),
     Fault(

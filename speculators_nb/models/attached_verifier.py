@@ -16,7 +16,7 @@ from ..decode.tree import Sampling
 from ..nn.losses import TargetHead
 from ..nn.target_head import head_of_family, text_config
 from ..verifier.tapped_model import Verifier, find_taps, load_model
-from .eagle3 import TrainingTimeTest
+from .base import SpeculatorModel
 
 # EAGLE checkpoints of the speculators 0.4 line are complete without their verifier. `detached`: the drafter holds what
 # its checkpoint holds. `train_only`: also the verifier's embedding, head and norm. `full`: the whole verifier, to
@@ -167,7 +167,7 @@ def real_tokens(
     return prompts, prompts != pad
 
 
-class AttachableVerifier(TrainingTimeTest):
+class AttachableVerifier(SpeculatorModel):
     """A drafter whose verifier is attached, from files or from memory, and given back again;
     with the whole verifier it generates."""
 

@@ -32,7 +32,7 @@ from speculators_nb.models.drafting import (
     padded_attention,
     step_mask,
 )
-from .eagle3 import LeanSteps, StepInputs, StepOutput
+from .eagle3 import LeanSteps, StepInputs, StepOutput, TrainingTimeTest
 from .formats import format_named
 from .serving_rules import refused
 from ..nn.attention import attention_back_end
@@ -157,7 +157,7 @@ served_as_native = refused(
 
 # %% ../../nbs/models/05_eagle.ipynb #1693be27
 @SpeculatorModel.register("eagle")
-class EagleSpeculator(AttachableVerifier):
+class EagleSpeculator(AttachableVerifier, TrainingTimeTest):
     """EAGLE ([2401.15077](https://arxiv.org/abs/2401.15077)): the verifier's feature and the
     token that followed in, its next feature out."""
 

@@ -441,7 +441,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         of_embeds, of_hidden = [], []
         for proj in (attention.q_proj, attention.k_proj, attention.v_proj):
             embeds_half, hidden_half = proj.weight.chunk(2, 1)
-            # the gain in the weight: embeddings are data, and so nothing flows back to them
+            # with the gain in the weight, the way back has no product for it
             part = F.linear(unit, embeds_half * norm.weight)
             of_embeds.append(part if proj.bias is None else part + proj.bias)
             of_hidden.append(hidden_half.to(auto or hidden_half.dtype))  # once for all steps
