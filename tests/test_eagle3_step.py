@@ -60,8 +60,8 @@ def called(tmp_path_factory):
 def test_a_step_is_short_to_read(called):
     files, functions = {file for file, _, _ in called}, {(file, name) for file, name, _ in called}
     assert max(depth for _, _, depth in called) <= 8
-    assert len(functions) <= 90, sorted(functions)
-    assert len(files) <= 12, sorted(files)
+    assert len(functions) <= 83, sorted(functions)
+    assert len(files) <= 6, sorted(files)
 
 
 def test_forward_holds_the_loop_and_the_loss(called):
