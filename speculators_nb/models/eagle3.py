@@ -230,8 +230,8 @@ class StepAttention:
                 now = part.to_heads(now[0], read), part.to_heads(now[1], read)
                 queries = part.to_heads(queries, computed)
             self.steps = [*before, now]  # the same once more where the layer is computed again
-            (keys, values), *own = self.steps
-            heads = prefix_attention(queries, keys, values, own, rows, self.mask, self.impl)
+            (keys, values), *later = self.steps
+            heads = prefix_attention(queries, keys, values, later, rows, self.mask, self.impl)
             return part.to_positions(heads, computed) if part else heads
 
         return attend
@@ -256,26 +256,26 @@ class LeanSteps:
         needed = needed_rows(counted)
         if impl == "flex":
             needed = same_rows(needed, L)
-        own = needed
+        computed = needed
         if part is not None:  # of the rows that attend, those that this rank computes
             places = {id(rows): part.places(rows) for rows in needed}
-            own = [places[id(rows)] for rows in needed]
+            computed = [places[id(rows)] for rows in needed]
             mine = slice(part.start, part.stop)
             counted, position_ids = counted[:, mine], position_ids[mine]
         self.position_ids = position_ids
 
         kept = []
-        for of_steps in [own] if part is None else [own, needed]:
+        for of_steps in [computed] if part is None else [computed, needed]:
             pairs = pairwise(of_steps)
             at = [None if a is b else places_among(a, b, L) for a, b in pairs]
             kept.append([x if x is None else to_device(x, device) for x in at])
-        at = [places_among(r, c.nonzero()[:, 0], L) for r, c in zip(own, counted)]
+        at = [places_among(r, c.nonzero()[:, 0], L) for r, c in zip(computed, counted)]
         # K tensors each: rows that are computed [N_t], the scored ones among these, and where
         # the rows were among those of the step before; the same of all that attend
         self.scored = [to_device(x, device) for x in at]
         self.kept, self.kept_keys = kept[0], kept[-1]
-        moved = {id(rows): to_device(rows, device) for rows in own}
-        self.rows = [moved[id(rows)] for rows in own]
+        moved = {id(rows): to_device(rows, device) for rows in computed}
+        self.rows = [moved[id(rows)] for rows in computed]
         moved = {id(rows): to_device(rows, document_ids.device) for rows in needed}
         self.mask_rows = [moved[id(rows)] for rows in needed]
         windows = [layer.window for layer in model.layers]

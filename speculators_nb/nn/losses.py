@@ -906,25 +906,6 @@ def head_loss(
             labels=labels,
         )
         return out if want_accept else out._replace(accept=None)
-    if bias is not None and by_scores:
-        # the gradient of w sums over rows: their weights must be known first
-        with torch.no_grad():
-            first = head_loss(
-                hidden,
-                head,
-                target_head,
-                target_hidden,
-                target_of_row,
-                hidden.new_zeros(len(hidden)),
-                mixture,
-                bias=bias,
-                gemm_dtype=gemm_dtype,
-                chunk=chunk,
-                want_accept=reads_accept,
-                bias_by_target=bias_by_target,
-                labels=labels,
-            )
-            weight = weight(ScoredRows(first.rows, first.correct, first.accept))
     case = HeadCase(
         head=head,
         target_head=target_head,
@@ -941,6 +922,13 @@ def head_loss(
     )
     e, w = bias or (None, None)
     with torch.autocast(hidden.device.type, enabled=False):  # it would change these dtypes
+        if bias is not None and by_scores:
+            # the gradient of w sums over rows: their weights must be known first
+            with torch.no_grad():
+                even = case._replace(weight=hidden.new_zeros(len(hidden)))
+                _, correct, accept, _, _, *rows = _ChunkedHeadLoss.apply(hidden, e, w, even)
+            scored = ScoredRows(dict(zip(mixture, rows)), correct, accept)
+            case = case._replace(weight=weight(scored))
         loss, *of_rows = _ChunkedHeadLoss.apply(hidden, e, w, case)
     correct, accept, tokens, weight, *rows = of_rows
     accept = accept if want_accept else None
