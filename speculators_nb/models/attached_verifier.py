@@ -173,6 +173,7 @@ class AttachableVerifier(SpeculatorModel):
 
     not_saved = ("target_head.", "embed_tokens.", "lm_head.")
     from_verifier = ()  # a checkpoint is complete without its verifier
+    rotary: Any  # of the draft layer, which a subclass makes
     resolve_verifier = staticmethod(resolve_verifier)
 
     def _forget(self):

@@ -809,8 +809,9 @@ class _ChunkedHeadLoss(torch.autograd.Function):
         wide = torch.float32 if low_on_cpu else dtype
         targets = target_head.norm(case.target_hidden[order]).to(wide)
         w_draft = case.head.to(dtype)
-        shared = target_head.weight is case.head and wide == dtype
-        w_target = w_draft if shared else target_head.weight.to(wide)
+        w_target: Any = target_head.weight
+        shared = w_target is case.head and wide == dtype
+        w_target = w_draft if shared else w_target.to(wide)
         scores = ScoredRows(
             {name: torch.zeros(n, device=device) for name in mixture},
             torch.zeros(n, dtype=torch.bool, device=device),
