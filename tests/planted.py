@@ -124,7 +124,7 @@ FAULTS = [
     ),
     Fault(
         "all slots of a block have the anchor's position",
-        "models/blocks.py",
+        "models/dflash.py",
         "self.rotary(context, starts[:, None] + slot, length)",
         "self.rotary(context, starts[:, None] + 0 * slot, length)",
         "dflash",
