@@ -17,9 +17,8 @@ from speculators_nb.core.config import SpeculatorsConfig, VerifierConfig
 from speculators_nb.core.registry import GreedyTokenProposalConfig
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.base import SpeculatorModel
-from speculators_nb.models.mtp import MTPDraftModel
+from speculators_nb.models.mtp import MTPDraftModel, MTPSpeculatorConfig, documents_of, mtp_supervision, prefix_rows
 from speculators_nb.models.mtp_native import extract_mtp, fuse_experts, split_experts, stitch_mtp
-from speculators_nb.models.mtp_rows import MTPSpeculatorConfig, documents_of, mtp_supervision, prefix_rows
 from speculators_nb.serve.vllm_contract import check_vllm_contract
 from speculators_nb.verifier.tapped_model import Verifier
 
