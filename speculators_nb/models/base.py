@@ -361,7 +361,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     def check_state(self, state: Tensors, path: str | os.PathLike | None):
         """Raise ValueError, naming the tensors and the checkpoint (`path`), unless a state dict has all that this model
         needs in the right shapes, finite, with one vocabulary, and nothing else."""
-        mine = self.saved_state()
+        mine = {n: w for n, w in self.state_dict().items() if not n.startswith(self.not_saved)}
         ignored = ("verifier_", *self.not_saved)
         theirs = {n: w for n, w in state.items() if not n.startswith(ignored)}
         check_names_and_shapes(mine, theirs, self.from_verifier, path)
