@@ -132,15 +132,8 @@ class PackedLoaders(Trainer):
         if self.args.context_parallel_size == 1:
             return follow_order(self.accelerator.prepare(loader, device_placement=[False]))
         args = self.args
-        return follow_order(
-            prepare_data_loader(
-                loader,
-                args.device,
-                num_processes=args.data_ranks,
-                process_index=args.data_rank,
-                put_on_device=False,
-            )
-        )
+        shared = prepare_data_loader(loader, args.device, args.data_ranks, args.data_rank, put_on_device=False)
+        return follow_order(shared)
 
     def _nothing_trained(self) -> str:
         "Why no position of the packed rows carries loss: all of it is cut away, or none was."
