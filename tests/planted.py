@@ -109,7 +109,7 @@ FAULTS = [
     ),
     Fault(
         "an MTP head learns the token that it reads",
-        "models/mtp_rows.py",
+        "models/mtp.py",
         "ttt_supervision(loss_mask, document_ids, steps + 2, cross_document)[2:]",
         "ttt_supervision(loss_mask, document_ids, steps + 1, cross_document)[1:]",
         "recorded isolation",
@@ -124,7 +124,7 @@ FAULTS = [
     ),
     Fault(
         "all slots of a block have the anchor's position",
-        "models/blocks.py",
+        "models/dflash.py",
         "self.rotary(context, starts[:, None] + slot, length)",
         "self.rotary(context, starts[:, None] + 0 * slot, length)",
         "dflash",

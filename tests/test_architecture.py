@@ -48,7 +48,7 @@ ALGORITHMS = sorted(
     for m, p in MODULES.items()
     if m.startswith("models.") and re.search(r"^@SpeculatorModel.register\(", p.read_text(), flags=re.M)
 )
-# a part of a drafter is named after it: `mtp_rows`, `peagle_rollouts`
+# a part of a drafter is named after it: `mtp_layer`, `peagle_rollouts`
 PARTS = {m for m in MODULES if m.startswith(tuple(f"models.{a}_" for a in ALGORITHMS))}
 # modules that read and write the checkpoints of other projects -> the drafters whose formats they register
 FORMATS = {

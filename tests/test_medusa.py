@@ -95,30 +95,6 @@ def test_starts_as_the_verifiers_own_head(verifier):
         torch.testing.assert_close(hidden @ head.T, out.logits[0], rtol=1e-5, atol=1e-5)
 
 
-def test_targets_stay_in_their_document(verifier):
-    "Other tokens in the second document leave the first one's loss alone, unless asked otherwise."
-    model, batch = moved(fresh(verifier)).eval(), row(6, lengths=(10, 12), padding=0, holes=0.0)
-    batch["loss_mask"][0, 12:] = False  # only targets within reach of the first document's last rows
-    changed = batch | dict(input_ids=batch["input_ids"].clone())
-    changed["input_ids"][0, 10:] = (changed["input_ids"][0, 10:] + 1) % V
-    assert model(**batch)[1] == model(**changed)[1]
-    assert model(**batch, cross_document_targets=True)[1] != model(**changed, cross_document_targets=True)[1]
-
-
-def test_no_logits_of_all_rows(verifier, monkeypatch):
-    "The only [.., V] buffer of a head is one chunk, here 16 of 200 rows."
-    import speculators_nb.nn.token_loss as module
-
-    model, batch, buffers = fresh(verifier), row(0, lengths=(200,)), []
-    monkeypatch.setattr(module, "chunk_rows", lambda *_: 16)
-    empty = torch.Tensor.new_empty
-    monkeypatch.setattr(
-        torch.Tensor, "new_empty", lambda x, *shape, **kw: (buffers.append(shape), empty(x, *shape, **kw))[1]
-    )
-    model(**batch)[1].backward()
-    assert [s for s in buffers if len(s) == 2 and s[1] == V] == [(16, V)] * 3
-
-
 @pytest.mark.parametrize("bias", [False, True])
 def test_saved_loaded_and_native(verifier, tmp_path, bias):
     """Both formats hold the same tensors, under the names that vLLM's loader has; nothing of the verifier's is among

@@ -17,9 +17,8 @@ from speculators_nb.core.config import SpeculatorsConfig, VerifierConfig
 from speculators_nb.core.registry import GreedyTokenProposalConfig
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.base import SpeculatorModel
-from speculators_nb.models.mtp import MTPDraftModel
-from speculators_nb.models.mtp_native import extract_mtp, fuse_experts, split_experts, stitch_mtp
-from speculators_nb.models.mtp_rows import MTPSpeculatorConfig, documents_of, mtp_supervision, prefix_rows
+from speculators_nb.models.mtp import MTPDraftModel, MTPSpeculatorConfig, documents_of, mtp_supervision, prefix_rows
+from speculators_nb.models.mtp_native import extract_mtp, stitch_mtp
 from speculators_nb.serve.vllm_contract import check_vllm_contract
 from speculators_nb.verifier.tapped_model import Verifier
 
@@ -239,25 +238,6 @@ def test_supervision_stays_in_its_document():
     assert documents_of(torch.tensor([0, 1, 2, 0, 1, 0, 0, 3])).tolist() == [0, 0, 0, 1, 1, 2, 3, 4]
 
 
-def test_another_documents_tokens_change_nothing():
-    "The loss of the first document is the same whatever follows it."
-    model, batch = random_model(3, "qwen3")
-    model.config.speculators_config = steps_config(3)
-    documents = torch.tensor([0] * 20 + [1] * 30)
-    mask = torch.arange(50) < 20
-    batch |= dict(
-        document_ids=documents[None],
-        loss_mask=mask[None],
-        position_ids=torch.cat([torch.arange(20), torch.arange(30)])[None],
-    )
-    other = batch | dict(
-        input_ids=torch.where(mask, batch["input_ids"], 7),
-        hidden_states=torch.where(mask[:, None], batch["hidden_states"], 1.0),
-    )
-    for as_served in (False, True):
-        assert model(**batch, as_served=as_served)[1] == model(**other, as_served=as_served)[1]
-
-
 def test_rows_too_short_for_all_steps():
     "Upstream takes fewer steps then; here the missing ones have no rows. Two tokens have no target at all."
     model, batch = random_model(0, "qwen3")
@@ -451,22 +431,6 @@ def test_a_foreign_head_is_refused(tmp_path):
     save_file(load_file(FIXTURES / "eagle3/state_dict.safetensors"), tmp_path / "e/model.safetensors")
     with pytest.raises(ValueError, match="type 'eagle3'"):
         stitch_mtp(tmp_path / "e", folder, tmp_path / "out")
-
-
-def test_experts_one_by_one_or_fused():
-    g = torch.Generator().manual_seed(0)
-    fused = {
-        "a.experts.gate_up_proj": torch.randn(3, 8, 5, generator=g),
-        "a.experts.down_proj": torch.randn(3, 5, 4, generator=g),
-        "b": torch.ones(1),
-    }
-    split = split_experts(fused)
-    assert len(split) == 10 and split["a.experts.2.up_proj.weight"].shape == (4, 5)
-    again = fuse_experts(split)
-    assert again.keys() == fused.keys() and all(torch.equal(again[n], fused[n]) for n in fused)
-    del split["a.experts.1.up_proj.weight"]
-    with pytest.raises(ValueError, match=r"lacks a.experts.1.up_proj.weight \(1 of 9"):
-        fuse_experts(split)
 
 
 # ------------------------------------------------------------------------------------------------ what can go wrong

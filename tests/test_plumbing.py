@@ -1,6 +1,5 @@
 """Small parts that no reader sees at work: rows requested ahead, files of a server, digests of code, command lines."""
 
-import copy
 import fcntl
 import json
 import os
@@ -17,7 +16,7 @@ from accelerate.data_loader import BatchSamplerShard
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, Subset
-from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from speculators_nb.cli.demo import DemoRun, Stages, commands
 from speculators_nb.data.packing import collate
@@ -32,17 +31,13 @@ from speculators_nb.features.prefetch import PrefetchedRows, follow_order, prefe
 from speculators_nb.lab.code_digest import code_digest
 from speculators_nb.lab.experiment import heldout_setting
 from speculators_nb.lab.greedy_replay import greedy_answers, replay
-from speculators_nb.models import formats
 from speculators_nb.models import serving_rules as rules
 from speculators_nb.models.attached_verifier import generation_settings, resolve_verifier
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.eagle import EagleSpeculatorConfig
 from speculators_nb.models.formats_dflash import check_no_unknown_options
 from speculators_nb.models.formats_eagle import check_served_layer
-from speculators_nb.models.formats_token_heads import from_original, to_original
-from speculators_nb.models.mtp_families import from_native, to_native
 from speculators_nb.models.mtp_native import fuse_experts
-from speculators_nb.nn.layers import Rotary
 from speculators_nb.nn.supervision import shift_by_one
 from speculators_nb.serve.vllm_connector import Done, cached_rows, file_for, say_what_is_served, write_whole
 from speculators_nb.train.packed_loaders import PackedLoaders
@@ -365,43 +360,6 @@ def test_rules_of_serving_name_what_they_find():
     nested = dict(sliding_attention=rope, full_attention=rope)
     said = [rules.served_rope(dict(rope_parameters=given)) for given in (rope, nested)]
     assert [tuple(map(len, pair)) for pair in said] == [(0, 1), (1, 0)]
-
-
-def test_a_format_reads_names_and_config(tmp_path):
-    "A field in a block or beside it; a buffer that the config gives is left out; a table of prefixes and its inverse."
-    state = {"fc.weight": torch.randn(2, 3), "layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    formats.write_native(tmp_path, dict(eagle_config=dict(depth=3), block_size=8), state)
-    native = formats.NativeCheckpoint(tmp_path)
-    assert [native.config_value(name, 0, block="eagle_config") for name in ("depth", "block_size", "no")] == [3, 8, 0]
-    assert list(native.tensors()) == ["fc.weight"]
-    table = {"fc.": "fusion_fc.", "layers.0.": "transformer."}
-    ours = formats.rename(dict.fromkeys(["fc.weight", "layers.0.mlp.up_proj.weight", "d2t"]), table)
-    assert list(ours) == ["fusion_fc.weight", "transformer.mlp.up_proj.weight", "d2t"]
-    assert list(formats.rename(ours, formats.inverse(table))) == ["fc.weight", "layers.0.mlp.up_proj.weight", "d2t"]
-
-
-@pytest.mark.parametrize("kind", ["yarn", "dynamic"])
-def test_a_longer_reach_keeps_the_angles(kind):
-    rope = dict(rope_type=kind, rope_theta=1e4, factor=4.0)
-    sizes = dict(hidden_size=32, num_attention_heads=4, max_position_embeddings=128)
-    was, at = LlamaConfig(**sizes, rope_parameters=rope), torch.arange(300)
-    now = formats.reaching(copy.deepcopy(was), 512)
-    assert all(torch.equal(a, b) for a, b in zip(Rotary(was)(at, at), Rotary(now)(at, at)))
-
-
-def test_the_whole_vocabulary_has_no_mapping():
-    whole = dict(t2d=torch.ones(16), d2t=torch.zeros(16, dtype=torch.int32))
-    assert formats.vocab_mapping(whole, 16, "foreign") == {}
-
-
-def test_names_of_heads_there_and_back():
-    deepseek = DeepseekV3Config(num_hidden_layers=61)
-    for name in ("eh_proj.weight", "self_attn.kv_b_proj.weight", "shared_head.norm.weight"):
-        name = f"model.layers.61.{name}"
-        assert to_native(from_native(name, deepseek), deepseek) == name
-    assert from_native("model.layers.61.shared_head.head.weight", deepseek) is None
-    for name in ("2.0.linear.weight", "2.1.weight"):
-        assert to_original(from_original(name), num_blocks=1) == name
 
 
 @pytest.mark.parametrize(

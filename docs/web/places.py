@@ -53,7 +53,7 @@ DRAFTERS = [  # their notebooks are a group of their own; all others of a packag
     "models/13_xpress.ipynb",
     "models/21_domino.ipynb",
     "models/16_mtp.ipynb",
-    "models/22_query_only.ipynb",
+    "models/15_query_only.ipynb",
     "models/18_mlp_speculator.ipynb",
     "models/19_medusa.ipynb",
     "decode/05_ngram.ipynb",

@@ -16,7 +16,7 @@ from .medusa import MedusaSpeculatorConfig as MedusaSpeculatorConfig
 from .mlp_speculator import MLPSpeculator as MLPSpeculator
 from .mlp_speculator import MLPSpeculatorConfig as MLPSpeculatorConfig
 from .mtp import MTPDraftModel as MTPDraftModel
-from .mtp_rows import MTPSpeculatorConfig as MTPSpeculatorConfig
+from .mtp import MTPSpeculatorConfig as MTPSpeculatorConfig
 from .peagle import PEagleDraftModel as PEagleDraftModel
 from .peagle import PEagleSpeculatorConfig as PEagleSpeculatorConfig
 from .query_only import QueryOnlyDraftModel as QueryOnlyDraftModel

@@ -21,11 +21,11 @@ from torch.nn import functional as F
 from transformers import Qwen3Config
 
 from ..core.config import Qwen3Layers, SpeculatorModelConfig
-from ..distributed.long_rows import row_part
+from ..distributed.long_rows import RowPart, row_part
 from .base import ForwardOutput, SpeculatorModel
 from speculators_nb.models.blocks import (
     BLOCK_RULES,
-    BlockDrafting,
+    BlockAttention,
     as_qwen3_layers,
     cached_block_attention,
     drafts_as_trained,
@@ -45,12 +45,35 @@ from speculators_nb.models.serving_rules import (
     one_kind_of_attention,
     served_rope,
 )
-from ..nn.anchors import Blocks, slot_metrics
-from ..nn.attention import attention_back_end
+from speculators_nb.nn.anchors import (
+    Blocks,
+    block_supervision,
+    check_anchors,
+    chosen_slots,
+    select_anchors,
+    slot_metrics,
+)
+from speculators_nb.nn.attention import (
+    Mask,
+    MaskSize,
+    anchored_blocks,
+    attention_back_end,
+    slot_window,
+)
 from ..nn.compiled import to_device
 from ..nn.layers import KINDS, SINKS, DecoderLayer, RMSNorm, Rotary
 from ..nn.losses import HeadLoss, RowWeight, head_loss, parse_loss
-from ..nn.supervision import FIXED, StepWeights
+from speculators_nb.nn.supervision import (
+    FIXED,
+    LossWeight,
+    StepWeights,
+    WeightOfRows,
+    block_decay,
+    loss_weight,
+    on_host,
+    survival_weights,
+    weights_of_steps,
+)
 from ..verifier.cache import crop_cache
 from ..verifier.mask_token import resolve_mask_token
 
@@ -232,7 +255,7 @@ def first_key_norm(raw: dict[str, Any]) -> list[str]:  # config.json -> warnings
 
 # %% ../../nbs/models/10_dflash.ipynb #blk00030
 @SpeculatorModel.register("dflash")
-class DFlashDraftModel(BlockDrafting):
+class DFlashDraftModel(SpeculatorModel):
     """DFlash ([2602.06036](https://arxiv.org/abs/2602.06036)): blocks of masks, filled in one
     forward pass over the verifier's features."""
 
@@ -255,6 +278,7 @@ class DFlashDraftModel(BlockDrafting):
     drafted_by = "block_size"
     read_on_host = ("document_ids", "loss_mask")
     lab_arguments: dict[str, Any] = dict(draft_arch="qwen3", max_anchors=256)
+    shift = None  # index i of every tensor is token i
 
     if TYPE_CHECKING:
         layers: Sequence[DecoderLayer]  # an nn.ModuleList
@@ -280,6 +304,11 @@ class DFlashDraftModel(BlockDrafting):
         self.rotary = Rotary(layer)
         self.post_init()
 
+    @property
+    def block_size(self) -> int:  # B
+        "Slots of a block: the anchor, and the masks behind it."
+        return self.config.block_size
+
     def draft_layer(self, index: int) -> DecoderLayer:
         "One layer; a subclass may build another kind."
         return DecoderLayer(self.config.transformer_layer_config, index, sinks=True)
@@ -301,6 +330,116 @@ class DFlashDraftModel(BlockDrafting):
             )
         masks = (size or self.config.block_size) - 1
         return F.pad(anchor_tokens[:, None], (0, masks), value=mask_token)
+
+    def causal_in_block(self, layer: DecoderLayer) -> bool:
+        """Whether a slot attends only to slots up to its own: as `is_causal` of the draft
+        layers says, else in sliding layers, unless the config says otherwise."""
+        is_causal = getattr(self.config.transformer_layer_config, "is_causal", None)
+        if is_causal is not None:
+            return is_causal
+        return layer.window is not None and not self.config.sliding_window_non_causal
+
+    def mask(
+        self,
+        layer: DecoderLayer,
+        anchors: Tensor,  # [A]
+        document_ids: Tensor,  # [L]
+        serving_window: bool = False,  # the window follows the slots; False: the anchor
+    ) -> Mask:  # for A·B queries and L + A·B keys
+        "What the slots of all blocks attend to: the row, then all blocks."
+        B, window = self.config.block_size, layer.window
+        blocks = anchored_blocks(anchors, document_ids, B, window, self.causal_in_block(layer))
+        if window is None or not serving_window:
+            return blocks
+        return blocks & slot_window(anchors, len(document_ids), B, window)
+
+    def block_hidden(
+        self,
+        tokens: Tensor,  # [A, B]: an anchor and masks
+        context: Tensor,  # [L, H]: what the layers make keys and values of
+        anchors: Tensor,  # [A]; ascending and not padding, where lean
+        document_ids: Tensor,  # [L]
+        position_ids: Tensor,  # [L]
+        lean: bool = True,  # False: the definition
+        impl: str = "blocked",  # of `block_attention`, or of `attention` where not lean
+        serving_window: bool = False,  # the window follows the slots (vLLM); False: the anchor
+        drawn_anchors: Tensor | None = None,  # [N] all of the row; None: `anchors`
+        # of a row that ranks share: tokens and context are its own, all else is of the row
+        part: RowPart | None = None,
+    ) -> Tensor:  # [A, B, H], normed
+        """Blocks through the layers. Keys and values of the context are made by the same
+        projections as those of the block; the context itself stays as it is."""
+        if drawn_anchors is None:
+            drawn_anchors = anchors
+        slot = torch.arange(tokens.shape[1], device=anchors.device)
+        last_positions = position_ids[drawn_anchors] + len(slot) - 1
+        length = self.rotary.length(position_ids, last_positions)
+        read, starts, counts = position_ids, position_ids[anchors], list[int]()
+        if part is not None:
+            read = position_ids[part.start : part.stop]
+            starts, counts = read[part.places(anchors)], part.counts(anchors)
+        context_rope = self.rotary(context, read, length)
+        block_rope = self.rotary(context, starts[:, None] + slot, length)
+        blocks = BlockAttention(context, context_rope, block_rope, impl, part, counts)
+        hidden = self.embed_tokens(tokens)
+        masks = {
+            layer.window: self.mask(layer, anchors, document_ids, serving_window)
+            for layer in self.layers
+        }
+        for layer in self.layers:
+            mask = masks[layer.window]
+            hidden = layer(hidden, blocks.lean(mask) if lean else blocks.dense(mask))
+        return self.norm(hidden)
+
+    def blocks(
+        self,
+        loss_mask: Tensor,  # [L]
+        document_ids: Tensor,  # [L]
+        max_anchors: int | None = None,  # blocks drawn; None: the config's
+        anchor_positions: Tensor | None = None,  # [N] given ones; None: draw
+        anchor_valid: Tensor | None = None,  # [N] which of the given count; None: all
+        generator: torch.Generator | None = None,  # of the draw, on the CPU; None: seeded
+        seed: int = 0,  # of the draw in evaluation
+        cross_document: bool = False,  # True: only the loss mask decides, as upstream
+        lean: bool = True,  # keep only blocks that carry loss
+    ) -> Blocks:  # on the CPU
+        """Draw anchors, or take the given ones. In training the draw is seeded from torch's
+        own generator, which a trainer seeds, saves and restores."""
+        B, shifted = self.config.block_size, self.config.sample_from_anchor
+        loss_mask, document_ids = on_host(loss_mask, document_ids)
+        if anchor_positions is not None:
+            anchor_positions = anchor_positions.cpu()
+            check_anchors(anchor_positions, len(loss_mask), B)
+        else:
+            if generator is None:
+                seed = int(torch.randint(2**62, ())) if self.training else seed
+                generator = torch.Generator().manual_seed(seed)
+            most = self.config.max_anchors if max_anchors is None else max_anchors
+            anchor_positions, anchor_valid = select_anchors(
+                loss_mask, document_ids, B, most, generator, shifted, cross_document
+            )
+        targets, supervised = block_supervision(
+            anchor_positions, loss_mask, document_ids, B, shifted, cross_document
+        )
+        if anchor_valid is not None:
+            supervised = supervised & anchor_valid.cpu().bool()[:, None]
+        blocks = Blocks(anchor_positions, targets, supervised, anchor_positions)
+        return blocks.with_loss() if lean else blocks
+
+    def training_mask(
+        self,
+        batch: dict[str, Tensor],  # a packed Batch
+        max_anchors: int | None = None,  # blocks drawn; None: the config's
+        anchor_positions: Tensor | None = None,  # [N] given ones; None: draw
+        **others,  # what else `forward` takes
+    ) -> MaskSize:  # A·B queries, L + A·B keys
+        "What the slots attend to in the first layer: the row, then all blocks."
+        documents, loss_mask = batch["document_ids"][0], batch["loss_mask"][0]
+        drawn = self.blocks(loss_mask, documents, max_anchors, anchor_positions)
+        anchors = drawn.anchors.to(documents.device)
+        slots = len(anchors) * self.config.block_size
+        mask = self.mask(self.layers[0], anchors, documents)
+        return MaskSize(mask, slots, len(documents) + slots)
 
     def tokens_in_front(
         self, input_ids: Tensor, anchors: Tensor
@@ -325,6 +464,39 @@ class DFlashDraftModel(BlockDrafting):
         "The loss of a step: in DFlash, that of the slots."
         out, metrics = score(states)
         return out.loss, metrics
+
+    def slot_decay(
+        self,
+        supervised: Tensor,  # [A, B] bool
+        gamma: float = 4.0,  # slots over which the weight falls by a factor of e
+        step_weights: StepWeights = None,  # B weights, or a function of the slot; None: gamma
+        slots: Tensor | None = None,  # of `chosen_slots`
+    ) -> Tensor:  # [N] float32
+        "Weights of the slots with loss by their place in the block."
+        slot = torch.arange(supervised.shape[1], device=supervised.device)
+        decay = block_decay(slot, gamma, self.config.sample_from_anchor)
+        by_slot = weights_of_steps(step_weights, decay).to(slot.device)
+        return chosen_slots(by_slot.expand_as(supervised), supervised, slots)
+
+    def slot_weight(
+        self,
+        supervised: Tensor,  # [A, B] bool
+        scheme: str | Callable = FIXED,  # as in `loss_weight`
+        gamma: float = 4.0,  # of the decay
+        dpace_alpha: float = 0.5,  # of D-PACE
+        step_weights: StepWeights = None,  # B weights, or a function of the slot; None: gamma
+        slots: Tensor | None = None,  # of `chosen_slots`
+    ) -> Tensor | WeightOfRows:  # [N], or a function of what the slots were scored
+        "Weights of the slots with loss. Errors: ValueError for an unknown scheme."
+        by_scores = loss_weight(scheme)
+        if by_scores is None:
+            return self.slot_decay(supervised, gamma, step_weights, slots)
+        if scheme == "dpace":
+            by_scores = LossWeight(partial(survival_weights, alpha=dpace_alpha))
+        runs, steps = supervised.shape
+        if slots is None:
+            slots = supervised.flatten().nonzero()[:, 0]
+        return by_scores.of_rows(slots // steps, slots % steps, runs, steps)
 
     def block_loss(
         self,

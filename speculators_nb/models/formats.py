@@ -131,6 +131,22 @@ def pickled_tensors(file: Path) -> Tensors:  # name -> tensor
     return content
 
 
+def read_tensors(file_of: dict[str, Path], pickle: Callable[[Path], Tensors] = pickled_tensors) -> Tensors:
+    """The tensors of some files, safetensors or pickles (read by `pickle`), in the order of their names. Errors:
+    ValueError for one that its file lacks."""
+    found: Tensors = {}
+    for file in sorted(set(file_of.values())):
+        names = [name for name in file_of if file_of[name] == file]
+        if file.suffix == ".safetensors":
+            found |= load_tensors(file, names)
+            continue
+        content = pickle(file)
+        if absent := [name for name in names if name not in content]:
+            raise ValueError(f"{file}: no tensor named {', '.join(absent[:3])}, which the index lists")
+        found |= {name: content[name].clone() for name in names}  # a pickle's tensors may share memory
+    return {name: found[name] for name in file_of}
+
+
 # computed from the config, stored by old versions
 BUFFERS = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|cos_cached|sin_cached)")
 
@@ -173,20 +189,7 @@ class NativeCheckpoint:
 
     def tensors(self, prefix: str = "") -> Tensors:  # of the names wanted -> as stored
         "Read tensors. Errors: ValueError for one that the index names and its file lacks."
-        file_of = {n: file for n, file in self.index.items() if n.startswith(prefix)}
-        found: Tensors = {}
-        for file in sorted(set(file_of.values())):
-            names = [name for name in file_of if file_of[name] == file]
-            if file.suffix == ".safetensors":
-                found |= load_tensors(file, names)
-                continue
-            content = self._pickle(file)
-            absent = [name for name in names if name not in content]
-            if absent:
-                raise ValueError(f"{file}: no tensor named {', '.join(absent[:3])}, which {self.file.name} lists")
-            # a pickle's tensors may share memory
-            found |= {name: content[name].clone() for name in names}
-        return {name: found[name] for name in file_of}
+        return read_tensors({n: f for n, f in self.index.items() if n.startswith(prefix)}, self._pickle)
 
 
 def rename(tensors: dict[str, Any], table: dict[str, str]) -> dict[str, Any]:  # old prefix -> new; the first that fits

@@ -62,20 +62,15 @@ def read_mlp_speculator(native: NativeCheckpoint, target: Target) -> FieldsAndTe
         heads = sum(name.startswith("ln.") and name.endswith("weight") for name in tensors)
     tied = bool(native.config_value("tie_weights", False)) and heads > 1
     tensors = tied_tensors(native, tensors, tied)
+    intermediate_size, hidden_size = tensors["proj.0.weight"].shape
+    vocab_size = len(tensors["head.0.weight"])
     if native.config:
-        hidden_size = native.config_value("emb_dim")
-        sizes = dict(
-            hidden_size=hidden_size,
-            intermediate_size=native.config_value("inner_dim") or hidden_size,
-            vocab_size=native.config_value("vocab_size"),
-        )
-    else:
-        intermediate_size, hidden_size = tensors["proj.0.weight"].shape
-        sizes = dict(
-            hidden_size=hidden_size, intermediate_size=intermediate_size, vocab_size=len(tensors["head.0.weight"])
-        )
+        hidden_size, vocab_size = native.config_value("emb_dim"), native.config_value("vocab_size")
+        intermediate_size = native.config_value("inner_dim") or hidden_size
     fields = dict(
-        **sizes,
+        hidden_size=hidden_size,
+        intermediate_size=intermediate_size,
+        vocab_size=vocab_size,
         num_layers=heads,
         tie_weights=tied,
         inputs_hidden_states_normalized=bool(native.config_value("scale_input", False)),

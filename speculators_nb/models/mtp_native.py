@@ -21,7 +21,16 @@ from ..nn.target_head import text_config, verifier_config
 from ..verifier.folders import new_folder
 from .base import SpeculatorModel
 from .draft_network import misfits
-from .formats import FieldsAndTensors, Folder, NativeCheckpoint, NativeFormat, Target, Tensors, register_format
+from .formats import (
+    FieldsAndTensors,
+    Folder,
+    NativeCheckpoint,
+    NativeFormat,
+    Target,
+    Tensors,
+    read_tensors,
+    register_format,
+)
 from .mtp_families import FAMILIES, from_native, head_stem, to_native
 
 # A mixture of experts is stored with a tensor for each projection of each expert (most families) or stacked (Qwen3.5),
@@ -101,15 +110,8 @@ def native_head(verifier: str | os.PathLike, config: PretrainedConfig) -> Tensor
     """A verifier's own MTP head; nothing else is read. Copies of embedding and head are left
     out. Errors: ValueError for a family without a record, or a head of several layers."""
     stem = head_stem(config)
-    file_of = {
-        name: file
-        for name, file in checkpoint_index(verifier).items()
-        if name.startswith(stem) and from_native(name, config)
-    }
-    tensors: Tensors = {}
-    for file in sorted(set(file_of.values())):
-        tensors |= load_tensors(file, [name for name in file_of if file_of[name] == file])
-    return tensors
+    index = checkpoint_index(verifier)
+    return read_tensors({n: file for n, file in index.items() if n.startswith(stem) and from_native(n, config)})
 
 
 def extract_mtp(verifier: str | os.PathLike) -> Tensors:  # our names; as stored
@@ -287,9 +289,7 @@ def stitch_mtp(
             f"drafter {str(drafter)!r} is of type {config.speculators_model_type!r}; only an "
             "MTP head is a part of its verifier"
         )
-    tensors: Tensors = {}
-    for file in sorted(set(checkpoint_index(checkpoint).values())):
-        tensors |= load_tensors(file)
+    tensors = read_tensors(checkpoint_index(checkpoint))
     with atomic_folder(out, replace=False) as folder:
         stitch_into(folder, config, tensors, verifier, drafter, link)
         sources = {"drafter": drafter, "verifier": verifier}

@@ -336,40 +336,6 @@ class XPressDraftModel(DFlashDraftModel):
         codes = head(embeds, cache)
         return states._replace(bias=SlotBias(embeds, codes, head.readout.weight, None))
 
-    def base_score(
-        self,
-        states: BlockStates,
-        score: Callable,  # states -> HeadLoss, metrics
-        in_loss: float,  # weight of this loss; 0: only its draft is needed
-        full_weight: bool,  # all slots weigh 1
-    ) -> HeadLoss:
-        "Score the base logits."
-        if not in_loss:
-            states = states._replace(hidden=states.hidden.detach())
-        if full_weight:
-            weight = torch.ones_like(states.blocks.supervised, dtype=torch.float)
-            score = partial(score, weight=states.blocks.with_values(weight))
-        return score(states)[0]
-
-    def rounds(
-        self,
-        states: BlockStates,
-        base: HeadLoss,  # of the base logits
-        score: Callable,  # states -> HeadLoss, metrics
-        text: Tensor,  # [A, B] from `text_in_front`
-        cache: Tensor,  # [A, B, 2r]
-        passes: int,
-    ) -> list[Tensor]:  # the loss of each round
-        "Score the drafter on its own drafts."
-        known = text[:, : self.config.first_slot + 1]
-        now, out, losses = states, base, []
-        for _ in range(passes):
-            in_front = self.draft_in_front(known, self.drafted(now, out))
-            now = self.biased(states, in_front, cache)
-            out, _ = score(now, want_accept=False)
-            losses.append(out.loss)
-        return losses
-
     def token_metrics(
         self,
         states: BlockStates,
@@ -413,9 +379,21 @@ class XPressDraftModel(DFlashDraftModel):
             losses["ce_loss"] = out.loss
         passes = consistency_passes if consistency_weight else 0
         if base_anchor_weight or passes:
-            base = self.base_score(states, score, base_anchor_weight, base_anchor_full_weight)
+            anchor, of_anchor = states, score
+            if not base_anchor_weight:  # only its draft is needed
+                anchor = states._replace(hidden=states.hidden.detach())
+            if base_anchor_full_weight:
+                ones = torch.ones_like(states.blocks.supervised, dtype=torch.float)
+                of_anchor = partial(score, weight=states.blocks.with_values(ones))
+            base, _ = of_anchor(anchor)
         if passes:
-            by_round = self.rounds(states, base, score, text, cache, passes)
+            known, by_round = text[:, : self.config.first_slot + 1], []
+            drafting, scored = states, base  # what the round before drafted with
+            for _ in range(passes):
+                in_front = self.draft_in_front(known, self.drafted(drafting, scored))
+                drafting = self.biased(states, in_front, cache)
+                scored, _ = score(drafting, want_accept=False)
+                by_round.append(scored.loss)
             losses["consistency_loss"] = torch.stack(by_round).mean()
             losses |= {f"consistency_round{j}_loss": one for j, one in enumerate(by_round)}
             loss = loss + consistency_weight * losses["consistency_loss"]

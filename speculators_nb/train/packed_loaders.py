@@ -131,8 +131,9 @@ class PackedLoaders(Trainer):
         # rows come on the host: the trainer copies them to the device without waiting for it
         if self.args.context_parallel_size == 1:
             return follow_order(self.accelerator.prepare(loader, device_placement=[False]))
-        shares = self.args.data_ranks, self.args.data_rank
-        return follow_order(prepare_data_loader(loader, self.args.device, *shares, put_on_device=False))
+        args = self.args
+        shared = prepare_data_loader(loader, args.device, args.data_ranks, args.data_rank, put_on_device=False)
+        return follow_order(shared)
 
     def _nothing_trained(self) -> str:
         "Why no position of the packed rows carries loss: all of it is cut away, or none was."
