@@ -29,7 +29,6 @@ from speculators_nb.data.messages import normalize
 from speculators_nb.data.pipeline import Result, RowSpool, prepare
 from speculators_nb.data.prepare import fingerprint_data, prepare_data
 from speculators_nb.data.prepared_folder import changes, load_prepared, read_token_freq
-from speculators_nb.data.row_filter import filter_rows
 from speculators_nb.evaluate.prompts import encode_prompts, prompt_of, read_prompts
 from speculators_nb.lab.shipped import read_corpus
 from speculators_nb.nn.draft_vocabulary import load_vocab_mapping
@@ -271,18 +270,21 @@ def test_many_duplicates_are_named_by_their_first(chats, tmp_path):
     )
 
 
-def test_too_long_is_dropped_or_cut():
-    rows = [(np.arange(10), np.arange(10) >= 4), (np.arange(3), np.arange(3) >= 1)]
-    assert [len(r[0]) for r in filter_rows(rows, 6)[0]] == [6, 3] and filter_rows(rows, 6)[1:] == ([], 4)
-    assert [len(r[0]) for r in filter_rows(rows, 6, "drop")[0]] == [3] and filter_rows(rows, 6, "drop")[1:] == (
-        ["longer than 6 tokens"],
-        0,
-    )
-    assert (
-        filter_rows(rows, 4)[1] == ["no trained token in the first 4"]
-        and filter_rows(rows, 6, min_trained=3)[1] == ["fewer than 3 trained tokens in the first 6"] * 2
-    )
-    assert filter_rows(ValueError("x\ny"), 6) == ([], ["ValueError: x"], 0)
+@pytest.mark.parametrize(
+    "limits, lengths, dropped, cut",
+    [
+        (dict(max_length=6), [6, 3], {}, 4),
+        (dict(max_length=6, too_long="drop"), [3], {"longer than 6 tokens": 1}, 0),
+        (dict(max_length=4), [3], {"no trained token in the first 4": 1}, 0),
+        (dict(max_length=6, min_trained=2), [6, 3], {}, 4),
+        (dict(max_length=5, min_trained=2), [3], {"fewer than 2 trained tokens in the first 5": 1}, 0),
+    ],
+)
+def test_too_long_is_dropped_or_cut(tmp_path, limits, lengths, dropped, cut):
+    rows = [{"input_ids": np.arange(n), "loss_mask": np.arange(n) >= first} for n, first in ((10, 4), (3, 1))]
+    prepared = prepare_data(rows, VERIFIER, tmp_path / "p", shuffle=False, val_fraction=0, **limits)
+    assert prepared.lengths.tolist() == lengths and prepared.dropped["count"].to_dict() == dropped
+    assert prepared.config["report"]["tokens_cut"] == cut
 
 
 @pytest.mark.parametrize(
@@ -533,9 +535,7 @@ def test_the_report_shows_control_tokens(chats, tmp_path, caplog):
 
 def test_large_conversations_are_done_here_and_in_order(tmp_path, monkeypatch):
     from speculators_nb.data import pipeline
-    from speculators_nb.data import row_filter as intake
 
-    monkeypatch.setattr(intake, "BATCH", 3000)
     monkeypatch.setattr(pipeline, "BATCH", 3000)
     chats = corpus(900)
     for i in (0, 3, 450, 899):

@@ -262,8 +262,15 @@ _PROBE = ({"role": "user", "content": "Is this read?"}, {"role": "assistant", "c
 
 
 def common_prefix(a, b) -> int:
-    "How many first elements of two texts or lists agree."
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    "How many first elements of two texts or lists agree: a binary search over slices."
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _settled(encoding, first, end):
@@ -427,25 +434,13 @@ def _border(messages, j, template, tools, full):
     history = template(messages[:j], tools)[0]
     skip = 0
     if len(full) > WHOLE:  # tokenise only around the difference
-        skip = max(0, _shared(prompt, full) - WHOLE // 2)
+        skip = max(0, common_prefix(prompt, full) - WHOLE // 2)
     ours, theirs = template.tokens([prompt[skip:], full[skip:]], 0)
     k = common_prefix(ours.ids, theirs.ids)
     start = skip + theirs.offsets[k][0] if k < len(theirs.ids) else len(full)
     if start < len(history) or not full.startswith(history):
         raise _unmarked(template, j)
     return start
-
-
-def _shared(a, b):
-    "How many first characters of two long texts agree: a binary search over slices."
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _unmarked(template, j):

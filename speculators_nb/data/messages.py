@@ -3,6 +3,7 @@ Roles, contents, tool calls, reasoning and tools are checked; what cannot be rea
 
 import itertools
 import json
+import re
 import reprlib
 from collections.abc import Iterator
 from typing import Any
@@ -29,6 +30,19 @@ class BadRow(ValueError):
     def __str__(self):
         text = f"{self.at}: {self.reason}" if self.at else self.reason
         return f"{text} ({self.detail})" if self.detail else text
+
+
+REASONS = 50  # that are counted separately
+
+
+def reason_of(error: Exception) -> str:
+    "Under which words, on one line, errors of `encode_batch` that are alike are counted."
+    if isinstance(error, BadRow):
+        return error.reason
+    if isinstance(error, RecursionError):
+        return "lists or objects are nested too deep"
+    text = re.sub(r"<[^<>]* at 0x[0-9a-f]+>", "it", (str(error).splitlines() or [""])[0])
+    return f"{type(error).__name__}: {text[:120]}"
 
 
 def check_text(text: str, at: str = "") -> str:
@@ -275,6 +289,12 @@ def tools_of(row) -> list[dict] | None:
     if tools and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
         raise BadRow("tools: expected a list of objects", detail=f"not {brief(tools)}")
     return tools or None
+
+
+def domain_of(row: dict) -> str | None:
+    "The domain, source or category that a conversation names, if any: a mix has columns for it."
+    names = (row.get(column) for column in ("domain", "source", "category", "dataset"))
+    return next((name for name in names if isinstance(name, str) and name), None)
 
 
 def as_json(value, what: str, at: str = "") -> list | dict | None:

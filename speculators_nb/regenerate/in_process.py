@@ -16,9 +16,10 @@ from accelerate.utils import get_max_memory
 from tqdm.auto import tqdm
 
 from ..core.options import check_options
+from ..data.chat_encoding import check_ids
 from ..data.chat_template import ControlTokens, check_template
-from ..data.messages import BadRow
-from ..data.row_filter import BATCH, check_ids, reason_of
+from ..data.messages import BadRow, reason_of
+from ..data.pipeline import BATCH
 from ..data.sources import conversation_count
 from ..jobs.ranks import shard
 from ..verifier.cache import ColumnLayer, recurrent_kinds

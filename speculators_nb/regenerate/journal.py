@@ -18,8 +18,7 @@ from filelock import FileLock
 from ..core.files import atomic_write, disk_errors
 from ..core.provenance import without_secrets
 from ..data.chat_template import ControlTokens
-from ..data.messages import BadRow, brief
-from ..data.row_filter import REASONS, reason_of
+from ..data.messages import REASONS, BadRow, brief, reason_of
 from ..data.sources import located, read_lines
 from ..jobs.shared_output import append_lines, is_held, share_writer, whole_end
 from .language import language_of_row, wanted_languages

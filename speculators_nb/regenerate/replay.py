@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from ..data.chat_encoding import add_turn
 from ..data.chat_template import reach, template_errors
-from ..data.messages import THOUGHT, brief, normalize, tools_of
-from ..data.row_filter import domain_of
+from ..data.messages import THOUGHT, brief, domain_of, normalize, tools_of
 from ..data.sources import content_hash, identity
 
 # No tools are executed: the i-th call of a turn gets the i-th recorded result if both name the same tool and the call

@@ -15,10 +15,10 @@ import torch
 from datasets import Dataset, disable_progress_bars
 from transformers import AutoTokenizer
 
+from speculators_nb.data.chat_encoding import ready_row
 from speculators_nb.data.pipeline import prepare
 from speculators_nb.data.prepare import prepare_data
 from speculators_nb.data.prepared_folder import load_prepared
-from speculators_nb.data.row_filter import ready_row
 from speculators_nb.data.sources import read_conversations
 from speculators_nb.nn.draft_vocabulary import (
     count_tokens,
