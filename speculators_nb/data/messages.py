@@ -132,26 +132,19 @@ def messages_of(row) -> list[dict[str, Any]]:
         raise BadRow(
             f"no messages: expected 'messages' or 'conversations', or a question ({', '.join(QUESTIONS)}), in {there}"
         )
-    if isinstance(row, dict) and _is_dialogue(turns):
+    texts = isinstance(turns, list) and len(turns) > 1 and {*map(type, turns)} == {str}
+    if isinstance(row, dict) and texts:  # a dialogue
         roles = itertools.cycle(("user", "assistant"))
         turns = [{"role": role, "content": text} for role, text in zip(roles, turns)]
     wrong = turns if not isinstance(turns, list) else [m for m in turns if not isinstance(m, dict)]
     if wrong:
         raise BadRow("messages must be a list of objects with 'role' and 'content'", detail=f"not {brief(wrong)}")
-    return _with_system(columns, turns)
-
-
-def _is_dialogue(turns):
-    "Whether it is a list of texts, and more than one."
-    return isinstance(turns, list) and len(turns) > 1 and {*map(type, turns)} == {str}
-
-
-def _with_system(row, turns: Any) -> list[dict[str, Any]]:
-    "The system prompt of a column in front, unless the messages have one."
-    system = _first(row, *SYSTEMS)
-    if not isinstance(system, str) or not system.strip():
-        return turns
-    if ROLES.get(str(_first(turns[0], "role", "from"))) == "system":
+    system = _first(columns, *SYSTEMS)
+    if (
+        not isinstance(system, str)
+        or not system.strip()
+        or ROLES.get(str(_first(turns[0], "role", "from"))) == "system"
+    ):
         return turns
     return [{"role": "system", "content": system}, *turns]
 

@@ -147,22 +147,19 @@ def _batches(stream):
 
 def _encode(batch, encoder):
     "(where, Made) for each (where, conversation) of a batch."
-    template, settings, _, pictures, _ = encoder
-    how = dict(
-        rows=settings.rows,
-        first=settings.max_length + 1,
-        vocab_size=encoder.vocab_size,
-        trained=Trained(settings.train_reasoning, settings.train_tool_calls),
-    )
-    sees = pictures is not None and template.multimodal
-    encoded = iter(encode_batch([row for _, row in batch if not (sees and has_pictures(row))], template, **how))
+    template, settings, vocab_size, pictures, _ = encoder
+    first, trained = settings.max_length + 1, Trained(settings.train_reasoning, settings.train_tool_calls)
+    pictured = [pictures is not None and template.multimodal and has_pictures(row) for _, row in batch]
+    text = [row for (_, row), has in zip(batch, pictured) if not has]
+    encoded = iter(encode_batch(text, template, settings.rows, first, vocab_size, trained))
     out = []
-    for where, row in batch:
-        if not (sees and has_pictures(row)):
-            out.append((where, _made(row, next(encoded), template, settings)))
-            continue
+    for (where, row), has in zip(batch, pictured):
         try:
-            rows: Any = encode_images(resolve_images(row, **pictures), template, row["tools"], **how)
+            if has:
+                messages = resolve_images(row, **pictures)
+                rows: Any = encode_images(messages, template, row["tools"], settings.rows, first, vocab_size, trained)
+            else:
+                rows = next(encoded)
         except DiskError:  # pictures that cannot be stored: not the conversation's fault
             raise
         except Exception as e:  # as in encode_batch

@@ -473,37 +473,32 @@ def read_conversations(
         yield row
 
 
-def _lines_or_rows(path):
-    "Conversations in a file; None: it must be parsed for that."
-    if path.suffix == ".parquet":
-        import pyarrow.parquet as pq
-
-        return pq.read_metadata(path).num_rows
-    if path.suffix != ".jsonl":
-        return None
-    with open(path, "rb") as file:
-        return sum(bool(line.strip()) for line, whole in read_lines(file))
-
-
 def conversation_count(data: str | Path | Iterable, limit: int | None = None) -> int | None:
     """How many conversations a source of `read_conversations` holds, bad ones included, `limit` at most. None: it is
     not known before all are read."""
     try:
         if not isinstance(data, (str, Path)):
             named = isinstance(data, list) and any(isinstance(r, (str, Path)) for r in data)
-            counts = [len(data) if isinstance(data, Sized) and not named else None]
-        elif hub_name(data):
-            counts = [None]
+            if named or not isinstance(data, Sized):
+                return None
+            n = len(data)
         elif (Path(data) / "state.json").is_file():
-            counts = [len(load_table(data))]
+            n = len(load_table(data))
         else:
-            counts = [_lines_or_rows(path) for path in files_of(data) or []]
+            files, n = files_of(data), 0
+            if files is None or not all(path.suffix in (".jsonl", ".parquet") for path in files):
+                return None
+            for path in files:
+                if path.suffix == ".parquet":
+                    import pyarrow.parquet as pq
+
+                    n += pq.read_metadata(path).num_rows
+                    continue
+                with open(path, "rb") as file:
+                    n += sum(bool(line.strip()) for line, _ in read_lines(file))
     except (OSError, ValueError):  # `located` names what is wrong
         return None
-    known = [n for n in counts if n is not None]
-    if len(known) < len(counts):
-        return None
-    return sum(known) if limit is None else min(sum(known), limit)
+    return n if limit is None else min(n, limit)
 
 
 def content_hash(row: dict | list) -> str:
