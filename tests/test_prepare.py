@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from bad import data as bad
+from calls import calls_of
 from datasets import Dataset, disable_progress_bars
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -71,6 +72,17 @@ def test_rows_are_those_of_encode(chats, tok, tmp_path):
     turns = prepare_data(chats, VERIFIER, tmp_path / "t", shuffle=False, rows="turn")
     assert rows_in(turns) == [row for c in chats for row in encode(normalize(c), tok, rows="turn")]
     assert turns.trained.sum() == prepared.trained.sum() and turns.lengths.sum() > prepared.lengths.sum()
+
+
+def test_preparing_is_short_to_read(chats, tmp_path):
+    """Our functions, and their files, that make a folder of five conversations. Each limit is what was reached; those
+    beside `data` are of options, files and provenance, which all commands share."""
+    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, chats[:5])))
+    calls = calls_of(lambda: prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p", num_proc=1))
+    functions = {(file, name) for file, name, _ in calls}
+    of_data = {function for function in functions if function[0].startswith("/data/")}
+    assert len(of_data) <= 115 and len({file for file, _ in of_data}) <= 8, sorted(of_data)
+    assert len(functions) <= 165 and len({file for file, _ in functions}) <= 17, sorted(functions - of_data)
 
 
 @pytest.mark.statement("release-19", "release-25", "release-26")

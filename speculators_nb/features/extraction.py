@@ -293,14 +293,27 @@ def manifest_of(params: dict, request: str) -> dict[str, Any]:
     }
 
 
-_opening = threading.Lock()
+class _Connection:
+    "The connection of a process to a store, opened where it is first used."
+
+    def __init__(self, address):
+        self.address = address
+        self.lock = threading.Lock()
+        self.transfer: Any = None
+        self.readers = ThreadPoolExecutor(4, "mooncake")
+
+    def open(self) -> tuple[Any, ThreadPoolExecutor]:
+        "The client, and the threads that read."
+        with self.lock:
+            if self.transfer is None:
+                self.transfer = open_store(self.address)
+            return self.transfer, self.readers
 
 
 @cache
 def _connection(address, process):
-    """The client of a store, and the threads that read: one for all servers of it, in each process. A forked child leaves
-    its parent's alone, and open."""
-    return open_store(address), ThreadPoolExecutor(4, "mooncake")
+    "One for all servers of a store, in each process: a forked child leaves its parent's alone, and open."
+    return _Connection(address)
 
 
 def _in_a_line(error):
@@ -323,8 +336,7 @@ class MooncakeStates:
         self._open()
 
     def _open(self):
-        with _opening:  # by one thread
-            return _connection(self.address, os.getpid())
+        return _connection(self.address, os.getpid()).open()
 
     def note(self, params: Any, request: str) -> None:
         "Remember the object of a reply, so that `delete` deletes it, read or not."
@@ -597,27 +609,13 @@ def storages_of(storage: str | os.PathLike | Iterable, servers: int) -> list:
 
 
 class HiddenStatesPool(ServerPool[HiddenStatesClient]):
-    """Hidden states of rows, from several servers of one verifier; arguments as of `HiddenStatesClient`, `storage` as
-    in `storages_of`. NoServerLeft: none of them has answered for `patience` seconds."""
+    """Hidden states of rows, from several servers of one verifier, by what opens the client of each; a request is tried
+    `tries` times, each elsewhere. NoServerLeft: none of them has answered for `patience` seconds."""
 
-    def __init__(
-        self,
-        urls: Iterable[str],
-        storage: str | os.PathLike | Iterable,
-        layer_ids: list[int] | None = None,
-        model: str | None = None,
-        timeout: float = 600.0,
-        tries: int = 8,
-        patience: float = 120.0,
-    ):
-        addresses, self.tries = addresses_of(urls), tries
-        folders = storages_of(storage, len(addresses))
+    def __init__(self, opens: dict[str, Callable[[], HiddenStatesClient]], tries: int = 8, patience: float = 120.0):
+        self.tries = tries
         self.shape: tuple[int, ...] | None = None  # slots, hidden size
         self.models: dict[str, dict] = {}  # model folder or id -> what `about` says of it
-        opens = {
-            url: partial(HiddenStatesClient, url, folder, layer_ids, model, timeout, tries=1)
-            for url, folder in zip(addresses, folders)
-        }
         super().__init__(opens, self._identity, patience)
         self.layer_ids, self.origin = self.call(lambda c: (c.layer_ids, self._about(c)))
 
@@ -663,10 +661,14 @@ def open_states(
     tries: int = 8,
     patience: float = 120.0,
 ) -> HiddenStatesClient | HiddenStatesPool:
-    """The client of one server, or of several. Arguments and errors: as of `HiddenStatesClient` and
-    `HiddenStatesPool`."""
+    """The client of one server, or of several, which must all serve the same. Arguments and errors: as of
+    `HiddenStatesClient` and `HiddenStatesPool`; storage as in `storages_of`."""
     urls = addresses_of(url)
-    if len(urls) > 1:
-        return HiddenStatesPool(urls, storage, layer_ids, model, timeout, tries, patience)
-    (folder,) = storages_of(storage, 1)
-    return HiddenStatesClient(urls[0], folder, layer_ids, model, timeout, tries)
+    folders = storages_of(storage, len(urls))
+    if len(urls) == 1:
+        return HiddenStatesClient(urls[0], folders[0], layer_ids, model, timeout, tries)
+    opens = {
+        url: partial(HiddenStatesClient, url, folder, layer_ids, model, timeout, tries=1)
+        for url, folder in zip(urls, folders)
+    }
+    return HiddenStatesPool(opens, tries, patience)
