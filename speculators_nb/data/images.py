@@ -97,17 +97,18 @@ def _reply(address):
     with httpx.Client(proxy=proxy, verify=httpx.create_ssl_context(), trust_env=False, headers=headers) as client:
         request = client.build_request("GET", url, timeout=time_left(PICTURE_SECONDS))
         request.extensions["sni_hostname"] = url.host
-        addresses = _addresses(url, proxy)
-        for last, host in zip([*[False] * (len(addresses) - 1), True], addresses):
+        *others, last = _addresses(url, proxy)
+        for host in (*others, last):
             request.url = url.copy_with(host=host)
             try:
                 reply = client.send(request, stream=True)
-                break
             except (httpx.ConnectError, httpx.ConnectTimeout):
-                if last:
+                if host == last:
                     raise
-        with contextlib.closing(reply):
-            yield url, reply
+                continue
+            with contextlib.closing(reply):
+                yield url, reply
+            return
 
 
 def shown_address(address: str) -> str:

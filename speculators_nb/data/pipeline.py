@@ -197,8 +197,11 @@ def _made(row, encoded, template, settings) -> Made:
     )
 
 
+_encoder: Encoder  # of a child process, which inherits it: neither a tokenizer nor a template is copied
+
+
 def _start_child(encoder):
-    global _encoder  # what child processes inherit: neither a tokenizer nor a template is copied
+    global _encoder
     _encoder = encoder
     end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism

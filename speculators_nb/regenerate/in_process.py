@@ -287,7 +287,10 @@ class _Answering:
         "Take an answer into its conversation, which ends there if it cannot be read."
         finish, unread = "stop", None
         try:
-            message = _message(ids, replay, self.tokenizer, self.eos_ids)
+            kwargs = json.dumps(replay.template_kwargs, sort_keys=True)
+            template = str(self.tokenizer.chat_template)
+            parser = _parser(self.tokenizer, template, kwargs, frozenset(self.eos_ids))
+            message = parser(ids, replay.prompt, replay.tools)
             for call in message.get("tool_calls", ()):
                 call.setdefault("id", f"call{len(replay.finish):05}")  # nine letters, as Mistral's
                 finish = "tool_calls"
@@ -309,14 +312,6 @@ def _check_supported(replay, history):
     for i, message in enumerate(history or ()):
         if isinstance(message["content"], list):
             raise BadRow("holds more than text: ask a server for its answer", f"message {i}")
-
-
-def _message(ids, replay, tokenizer, eos_ids=()):
-    "An answer as a message."
-    kwargs = json.dumps(replay.template_kwargs, sort_keys=True)
-    template = str(tokenizer.chat_template)
-    parser = _parser(tokenizer, template, kwargs, frozenset(eos_ids))
-    return parser(ids, replay.prompt, replay.tools)
 
 
 @lru_cache(maxsize=64)
