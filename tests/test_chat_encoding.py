@@ -59,12 +59,6 @@ def talk(*texts):
     return [{"role": "user" if i % 2 == 0 else "assistant", "content": t} for i, t in enumerate(texts)]
 
 
-def test_marks():
-    tok = tokenizer(MARKED)
-    (row,) = encode([{"role": "system", "content": "be brief"}, *talk("2+2?", "4", "3+3?", "6")], tok)
-    assert trained(tok, row) == "4<|im_end|>\n6<|im_end|>\n"
-
-
 @pytest.mark.parametrize("template", [MARKED, PLAIN])
 def test_a_turn_of_weight_0_is_read_and_not_trained(template):
     tok = tokenizer(template)
@@ -72,16 +66,6 @@ def test_a_turn_of_weight_0_is_read_and_not_trained(template):
     chat[1]["weight"] = 0
     (row,) = encode(chat, tok)
     assert trained(tok, row) == "6<|im_end|>\n" and "5<|im_end|>" in tok.decode(row[0])
-
-
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(
-    st.lists(
-        st.text(st.characters(codec="utf-8", exclude_characters="<|>"), min_size=1, max_size=12), min_size=2, max_size=6
-    ).filter(lambda t: len(t) % 2 == 0)
-)
-def test_prefixes_find_what_the_marks_say(texts):
-    assert encode(talk(*texts), tokenizer(PLAIN)) == encode(talk(*texts), tokenizer(MARKED))
 
 
 def test_rewritten_history_gives_one_row_per_turn():
@@ -113,35 +97,26 @@ def test_no_border_no_guess(template):
     assert template in str(e.value) and "{% generation %}" in str(e.value)
 
 
+HELLO, CALLED = talk("hi", "ho"), {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+
+
 @pytest.mark.parametrize(
-    "row",
+    "row, messages",
     [
-        {"messages": talk("hi", "ho")},
-        {"conversations": talk("hi", "ho")},
-        talk("hi", "ho"),
-        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]},
+        ({"messages": HELLO}, HELLO),
+        ({"conversations": HELLO}, HELLO),
+        (HELLO, HELLO),
+        ({"messages": json.dumps(HELLO)}, HELLO),
+        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}, HELLO),
+        ([{"from": "human", "value": ["h", {"type": "text", "text": "i"}]}], HELLO[:1]),
+        ([CALLED | {"score": 1}], [CALLED]),
+        ([{"role": "developer", "content": "x"}], [{"role": "system", "content": "x"}]),
+        ([{"role": "observation", "content": {"a": 1}}], [{"role": "tool", "content": '{"a": 1}'}]),
+        ([HELLO[1] | {"reasoning": "y"}], [HELLO[1] | {"reasoning_content": "y", "thinking": "y"}]),
     ],
 )
-def test_dialects(row):
-    assert normalize(row) == talk("hi", "ho")
-
-
-def test_tool_calls_are_kept():
-    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "score": 1}
-    assert normalize([call]) == [{"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
-
-
-def test_prepare_makes_a_row_of_each_turn():
-    tok, chat = tokenizer(MARKED), [*talk("2+2?", "4"), *talk("3+3?", "6")]
-    data = prepare([chat], tok, 999, rows="turn")
-    assert [(r["input_ids"], r["loss_mask"]) for r in data] == encode(chat, tok, rows="turn") and len(data) == 2
-
-
-def test_prepare_truncates():
-    tok = tokenizer(MARKED)
-    (whole,) = encode(talk("2+2?", "four, as ever"), tok)
-    row = prepare([talk("2+2?", "four, as ever")], tok, 30)[0]
-    assert row == {"input_ids": whole[0][:30], "loss_mask": [bool(m) for m in whole[1][:30]], "seq_len": 30}
+def test_dialects(row, messages):
+    assert normalize(row) == messages
 
 
 def test_saved_with_frequencies(tmp_path):
@@ -166,29 +141,8 @@ def test_show_mask_escapes():
 # ---- against a mask made by hand: the text is put together in Python, the assistant's characters are known, and a
 # token is trained if it holds one of them
 
-WORDS = [
-    "the",
-    "sun",
-    "is",
-    "up",
-    "and",
-    "I",
-    "said",
-    "so",
-    ",",
-    "no",
-    "?",
-    "2+2=4",
-    "\n",
-    "\n\n",
-    "",
-    "tab\t",
-    "naïve",
-    "日本",
-    "🙂",
-    "<b>",
-    "<think>",
-]
+PROSE = "the sun is up and I said so , no ? 2+2=4 naïve 日本 🙂 <b> <think>"
+WORDS = [*PROSE.split(), "\n", "\n\n", "", "tab\t"]
 SAYS = (
     st.lists(st.sampled_from([*WORDS, " ", "\n", "  "]), min_size=1, max_size=8).map(" ".join).map(lambda t: t or " ")
 )
@@ -379,27 +333,6 @@ def test_the_users_tokenizer_is_left_as_it_was():
     assert before != [(o.item(0), o.item(1)) for o in np.array(ChatTemplate(tok).tokens(["so so  so"])[0].offsets)]
 
 
-def test_messages_dialects():
-    assert normalize([{"from": "human", "value": ["a", {"type": "text", "text": "b"}]}])[0]["content"] == "ab"
-    assert normalize([{"role": "developer", "content": "x"}, {"role": "observation", "content": {"a": 1}}]) == [
-        {"role": "system", "content": "x"},
-        {"role": "tool", "content": '{"a": 1}'},
-    ]
-    assert normalize([{"role": "assistant", "content": "x", "reasoning": "y"}]) == [
-        {"role": "assistant", "content": "x", "reasoning_content": "y", "thinking": "y"}
-    ]
-    assert normalize({"messages": json.dumps(talk("a", "b"))}) == talk("a", "b")
-    for calls in ("[{]", "7", [7]):
-        with pytest.raises(ValueError, match="tool"):
-            normalize([{"role": "assistant", "content": "", "tool_calls": calls}])
-
-
-def test_rows_fit_any_number_of_tokens():
-    # ready rows need no template
-    data = prepare([{"input_ids": np.arange(5), "loss_mask": np.ones(5)}] * 3, tokenizer(None), 4)
-    assert data["seq_len"][:] == [4, 4, 4]
-
-
 # ---- what lies behind the limit is not read, and nobody can tell
 
 
@@ -490,8 +423,8 @@ def test_the_border_of_an_opened_tag_in_a_long_text(prompt):
 def test_a_tokenizer_that_refuses_a_text_costs_that_text(monkeypatch):
     tok = tokenizer(PLAIN)
     template = ChatTemplate(tok)
-    tokens = template._encode
-    monkeypatch.setattr(template, "_encode", lambda texts: 1 / 0 if any("7" in t for t in texts) else tokens(texts))
+    tokens = template.tokens
+    monkeypatch.setattr(template, "tokens", lambda texts, *n: 1 / 0 if "7" in "".join(texts) else tokens(texts, *n))
     made = encode_batch([talk("1", "2"), talk("7", "8"), talk("3", "4")], template)
     assert [isinstance(m, ZeroDivisionError) for m in made] == [False, True, False] and trained(
         tok, made[2][0]

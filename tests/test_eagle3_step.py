@@ -1,19 +1,14 @@
 """How much of the project a reader walks through to follow one EAGLE-3 train step: our functions, their files, and the
 deepest call. Each limit is what was reached; a step that is shorter to read lowers it."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from calls import calls_of
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-import speculators_nb
 from speculators_nb.data.packing import collate
 from speculators_nb.models.eagle3 import Eagle3DraftModel
 from speculators_nb.nn.layers import draft_layer_config
-
-OURS = str(Path(speculators_nb.__file__).parent)  # a clone may have the package's name, too
 
 
 @pytest.fixture(scope="module")
@@ -37,24 +32,7 @@ def called(tmp_path_factory):
         for n in (13, 8)
     ]
     batch, arguments = collate(rows, 24, model.shift), model.get_trainer_kwargs(ttt_steps=3)[0]
-    calls = []
-
-    def note(frame, event, _):
-        code, depth = frame.f_code, 0
-        if event != "call" or not code.co_filename.startswith(OURS) or code.co_name.startswith("<"):
-            return
-        while frame is not None:
-            depth += frame.f_code.co_filename.startswith(OURS)
-            frame = frame.f_back
-        calls.append((code.co_filename.removeprefix(OURS), code.co_qualname, depth))
-
-    before = sys.getprofile()
-    sys.setprofile(note)
-    try:
-        model(**batch, **arguments)[1].backward()
-    finally:
-        sys.setprofile(before)
-    return calls
+    return calls_of(lambda: model(**batch, **arguments)[1].backward())
 
 
 def test_a_step_is_short_to_read(called):

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from bad import data as bad
+from calls import calls_of
 from datasets import Dataset, disable_progress_bars
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -29,7 +30,6 @@ from speculators_nb.data.messages import normalize
 from speculators_nb.data.pipeline import Result, RowSpool, prepare
 from speculators_nb.data.prepare import fingerprint_data, prepare_data
 from speculators_nb.data.prepared_folder import changes, load_prepared, read_token_freq
-from speculators_nb.data.row_filter import filter_rows
 from speculators_nb.evaluate.prompts import encode_prompts, prompt_of, read_prompts
 from speculators_nb.lab.shipped import read_corpus
 from speculators_nb.nn.draft_vocabulary import load_vocab_mapping
@@ -72,6 +72,17 @@ def test_rows_are_those_of_encode(chats, tok, tmp_path):
     turns = prepare_data(chats, VERIFIER, tmp_path / "t", shuffle=False, rows="turn")
     assert rows_in(turns) == [row for c in chats for row in encode(normalize(c), tok, rows="turn")]
     assert turns.trained.sum() == prepared.trained.sum() and turns.lengths.sum() > prepared.lengths.sum()
+
+
+def test_preparing_is_short_to_read(chats, tmp_path):
+    """Our functions, and their files, that make a folder of five conversations. Each limit is what was reached; those
+    beside `data` are of options, files and provenance, which all commands share."""
+    (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, chats[:5])))
+    calls = calls_of(lambda: prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p", num_proc=1))
+    functions = {(file, name) for file, name, _ in calls}
+    of_data = {function for function in functions if function[0].startswith("/data/")}
+    assert len(of_data) <= 115 and len({file for file, _ in of_data}) <= 8, sorted(of_data)
+    assert len(functions) <= 165 and len({file for file, _ in functions}) <= 17, sorted(functions - of_data)
 
 
 @pytest.mark.statement("release-19", "release-25", "release-26")
@@ -271,18 +282,21 @@ def test_many_duplicates_are_named_by_their_first(chats, tmp_path):
     )
 
 
-def test_too_long_is_dropped_or_cut():
-    rows = [(np.arange(10), np.arange(10) >= 4), (np.arange(3), np.arange(3) >= 1)]
-    assert [len(r[0]) for r in filter_rows(rows, 6)[0]] == [6, 3] and filter_rows(rows, 6)[1:] == ([], 4)
-    assert [len(r[0]) for r in filter_rows(rows, 6, "drop")[0]] == [3] and filter_rows(rows, 6, "drop")[1:] == (
-        ["longer than 6 tokens"],
-        0,
-    )
-    assert (
-        filter_rows(rows, 4)[1] == ["no trained token in the first 4"]
-        and filter_rows(rows, 6, min_trained=3)[1] == ["fewer than 3 trained tokens in the first 6"] * 2
-    )
-    assert filter_rows(ValueError("x\ny"), 6) == ([], ["ValueError: x"], 0)
+@pytest.mark.parametrize(
+    "limits, lengths, dropped, cut",
+    [
+        (dict(max_length=6), [6, 3], {}, 4),
+        (dict(max_length=6, too_long="drop"), [3], {"longer than 6 tokens": 1}, 0),
+        (dict(max_length=4), [3], {"no trained token in the first 4": 1}, 0),
+        (dict(max_length=6, min_trained=2), [6, 3], {}, 4),
+        (dict(max_length=5, min_trained=2), [3], {"fewer than 2 trained tokens in the first 5": 1}, 0),
+    ],
+)
+def test_too_long_is_dropped_or_cut(tmp_path, limits, lengths, dropped, cut):
+    rows = [{"input_ids": np.arange(n), "loss_mask": np.arange(n) >= first} for n, first in ((10, 4), (3, 1))]
+    prepared = prepare_data(rows, VERIFIER, tmp_path / "p", shuffle=False, val_fraction=0, **limits)
+    assert prepared.lengths.tolist() == lengths and prepared.dropped["count"].to_dict() == dropped
+    assert prepared.config["report"]["tokens_cut"] == cut
 
 
 @pytest.mark.parametrize(
@@ -533,9 +547,7 @@ def test_the_report_shows_control_tokens(chats, tmp_path, caplog):
 
 def test_large_conversations_are_done_here_and_in_order(tmp_path, monkeypatch):
     from speculators_nb.data import pipeline
-    from speculators_nb.data import row_filter as intake
 
-    monkeypatch.setattr(intake, "BATCH", 3000)
     monkeypatch.setattr(pipeline, "BATCH", 3000)
     chats = corpus(900)
     for i in (0, 3, 450, 899):

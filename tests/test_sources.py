@@ -270,13 +270,9 @@ def test_lists_are_read_piece_by_piece(tmp_path_factory, rows, indent, piece):
         json.dumps(rows, indent=indent, ensure_ascii=piece % 2 == 0), encoding="utf-8", errors="surrogatepass"
     )
     expected = [r if isinstance(r, dict) else {"messages": r} if isinstance(r, list) else None for r in rows]
-    with open(path, "rb") as file:
-        text = files._Text(path, file)
-        read = text.file.read
-        text.file = type("File", (), {"read": lambda self, n: read(piece)})()  # so many characters at a time
-        assert text.peek() == "["
-        text.at += 1
-        found = [None if isinstance(r, BadRow) else r for _, r in files._read_list(path, text)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files, "PIECE", piece)  # so many characters at a time
+        found = [None if isinstance(r, BadRow) else r for _, r in files.read_rows(path)]
     assert found == expected or (rows and isinstance(rows[0], dict) and {"role", "from"} & rows[0].keys())
 
 

@@ -16,8 +16,58 @@ from datasets import Dataset, DatasetInfo, Features, Sequence, Value
 
 from ..core.files import atomic_folder
 from .chat_template import ChatTemplate, Spans, common_prefix, merge_turns, reach, turns_of
-from .messages import THOUGHT, BadRow, check_text, normalize, tools_of
-from .row_filter import check_ids, ready_row
+from .messages import THOUGHT, BadRow, brief, check_text, normalize, tools_of
+
+
+def ready_row(row: dict, vocab_size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
+    """A row that is tokenised already ("input_ids", "loss_mask"), checked: input_ids int32 [n], loss_mask bool [n].
+    BadRow says what is wrong with it."""
+    ids = row["input_ids"]
+    array = np.asarray(ids) if _whole_numbers(ids) else np.zeros((0, 0))
+    if array.ndim != 1:
+        raise BadRow("input_ids must be one list of token ids, whole numbers from 0 on", detail=brief(ids))
+    low = int(array.min(initial=0))
+    high = int(array.max(initial=0))
+    if not 0 <= low <= high < 2**31:
+        raise BadRow(
+            "input_ids must be whole numbers from 0 on, and below 2**31",
+            detail=f"they go from {brief(int(array.min()))} to {brief(high)}",
+        )
+    check_ids(array, vocab_size)
+    return array.astype(np.int32), _checked_mask(row.get("loss_mask"), len(array))
+
+
+def check_ids(ids: np.ndarray, vocab_size: int | None) -> None:
+    "BadRow if one of the ids [n] is beyond the verifier's vocabulary; None: it is not known."
+    if vocab_size and len(ids) and (high := int(ids.max())) >= vocab_size:
+        raise BadRow(
+            f"a token id beyond the verifier's vocabulary of {vocab_size}; tokenise it for this verifier",
+            detail=f"input_ids has {high}",
+        )
+
+
+def _whole_numbers(ids):
+    "Whether ids are of a kind that can be token ids; True and 2.0 are not."
+    if isinstance(ids, (list, tuple)):
+        kinds = set(map(type, ids)) - {int}
+        return all(issubclass(k, (int, np.integer)) and k is not bool for k in kinds)
+    return hasattr(ids, "dtype") and np.asarray(ids).dtype.kind in "iu"
+
+
+def _checked_mask(mask, n):
+    "A loss mask of n tokens, as bool [n]."
+    try:
+        array = np.asarray([] if mask is None else mask)
+    except ValueError:  # lists of different lengths
+        array = np.zeros((n, 0))
+    if array.ndim == 1 and len(array) != n:
+        raise BadRow(
+            "loss_mask has another length than input_ids", detail=f"input_ids has {n} tokens, loss_mask {len(array)}"
+        )
+    zeros_and_ones = n == 0 or (array.dtype.kind in "biuf" and np.isin(array, (0, 1)).all())
+    if array.ndim != 1 or not zeros_and_ones:
+        raise BadRow("loss_mask must be one list of 0 and 1", detail=brief(mask))
+    return array.astype(bool)
 
 
 def mask_of(
@@ -42,6 +92,12 @@ def mask_of(
         last = end[i] - len(token) + len(token.rstrip())
         mask[i] = any(a <= first and last <= b for a, b in spans)
     return mask
+
+
+def token_mask(template: ChatTemplate, encoding: Any, spans: Spans, text: str) -> np.ndarray:
+    "`mask_of` [n] bool for an Encoding of `ChatTemplate.tokens` of a text, by its trained characters."
+    control = np.isin(encoding.ids, template.control.ids)
+    return mask_of(np.array(encoding.offsets).reshape(-1, 2), spans, control, text)
 
 
 # (opening, closing) tags of reasoning; only what is on its own may begin in the prompt
@@ -217,13 +273,11 @@ def encode_batch(
     """Token ids and loss masks, tokenised together. The error of a bad conversation is in its
     place."""
     out: list[Any] = [_render(row, template, rows, first, vocab_size, trained) for row in conversations]
-    rendered = [made for made in out if isinstance(made, _Rendered)]
-    texts = [text for made in rendered for text, _ in made.parts]
+    texts = [text for made in out if isinstance(made, _Rendered) for text, _ in made.parts]
     encodings = iter(_tokens(template, texts, first))
     for i, made in enumerate(out):
         if isinstance(made, _Rendered):
-            own = list(islice(encodings, len(made.parts)))
-            out[i] = _masked(made, own, template, first, vocab_size)
+            out[i] = _masked(made, [*islice(encodings, len(made.parts))], template, first, vocab_size)
     return out
 
 
@@ -269,18 +323,14 @@ def _masked(rendered, encodings, template, first, vocab_size):
     for (text, spans), encoding in zip(rendered.parts, encodings):
         if isinstance(encoding, Exception):
             return encoding
-        ids = np.array(encoding.ids, np.int32)
-        offsets = np.array(encoding.offsets).reshape(-1, 2)
-        if first and len(text) > reach(first):
-            out.partial = True
-            ids = ids[:first]
-            offsets = offsets[:first]
+        most = first if first and len(text) > reach(first) else None
+        out.partial |= most is not None
+        ids, mask = np.array(encoding.ids, np.int32)[:most], token_mask(template, encoding, spans, text)[:most]
         try:
             check_ids(ids, vocab_size)
         except BadRow as e:
             return e
-        control = np.isin(ids, template.control.ids)
-        out.append((ids, mask_of(offsets, spans, control, text)))
+        out.append((ids, mask))
     return out
 
 
@@ -345,15 +395,8 @@ FEATURES = Features(
 def to_dataset(rows: list[tuple], description: str = "") -> Dataset:
     """An Arrow table (input_ids, loss_mask, seq_len) of rows (input_ids [n], loss_mask [n]); the description is kept as
     `info.description`."""
-    info = DatasetInfo(features=FEATURES, description=description)
-    return Dataset(_arrow_table(rows), info=info)
-
-
-def _arrow_table(rows):
-    if len(rows) > 1 and sum(len(ids) for ids, _ in rows) >= 2**31:  # offsets have 32 bits
-        half = len(rows) // 2
-        return pa.concat_tables([_arrow_table(rows[:half]), _arrow_table(rows[half:])])
-    return pa.table(arrow_columns(rows), schema=FEATURES.arrow_schema)
+    table = pa.table(arrow_columns(rows), schema=FEATURES.arrow_schema)
+    return Dataset(table, info=DatasetInfo(features=FEATURES, description=description))
 
 
 def arrow_columns(rows: list[tuple]) -> list[pa.Array]:

@@ -238,15 +238,12 @@ class ChatTemplate:
         self.backend.no_padding()
         self.backend.no_truncation()
         ends = [len(text) if first is None else min(len(text), reach(first)) for text in texts]
-        out = self._encode([text[:end] for text, end in zip(texts, ends)])
+        out = self.backend.encode_batch([text[:end] for text, end in zip(texts, ends)], add_special_tokens=False)
         for i, (text, end) in enumerate(zip(texts, ends)):
             while end < len(text) and not _settled(out[i], first, end):
                 end *= 4
-                (out[i],) = self._encode([text[:end]])
+                (out[i],) = self.backend.encode_batch([text[:end]], add_special_tokens=False)
         return out
-
-    def _encode(self, texts):
-        return self.backend.encode_batch(texts, add_special_tokens=False)
 
     @cached_property
     def marks_prompt(self) -> bool:
@@ -262,8 +259,15 @@ _PROBE = ({"role": "user", "content": "Is this read?"}, {"role": "assistant", "c
 
 
 def common_prefix(a, b) -> int:
-    "How many first elements of two texts or lists agree."
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    "How many first elements of two texts or lists agree: a binary search over slices."
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _settled(encoding, first, end):
@@ -325,16 +329,19 @@ def _turns_of(messages, template, tools, first, trained):
     answers = [j for j, m in enumerate(messages) if m["role"] == "assistant"]
     seen = 0  # messages that were looked for in a text
     rendered = 0  # characters of work
-    beyond = _Beyond(template, first)
+    looked = first and reach(first)  # characters of the messages up to which later turns may be needed
     for k, j in enumerate(answers):
         if not j:  # an answer to nobody
             turns.omitted["an answer before the first question, which is not trained"] = 0
             continue
-        full, marks = template(messages[: j + 1], tools)
+        read = messages[: j + 1]
+        full, marks = template(read, tools)
         rendered += len(full) + PER_TOKEN * j
         if rendered > WORK:
             raise BadRow("too many turns to be rendered one by one; split the conversation")
-        _check_parts(messages[: j + 1], full)
+        for what, i in _unread(read, seen, full):
+            turns.omitted.setdefault(what, i)
+        seen = j + 1
         if marks is None:
             spans = [(_border(messages, j, template, tools, full), len(full))]
         elif len(marks) == k + 1:  # one mark a turn
@@ -347,25 +354,35 @@ def _turns_of(messages, template, tools, first, trained):
             with contextlib.suppress(BadRow):  # else the marks are all that is known
                 start = _border(messages, j, template, tools, full)
                 spans = [(max(a, start), b) for a, b in spans if b > start]
-        check_calls(lambda m: template(m, tools)[0], messages[: j + 1], full, spans)
-        for what, i in _unread(messages[: j + 1], seen, full):
-            turns.omitted.setdefault(what, i)
-        seen = j + 1
-        if trained:
-            spans = trained(messages[: j + 1], full, spans)
-        turns.append((full, spans))
-        if turns and j != answers[-1] and beyond(messages[: j + 1], turns[-1][0]):
+        check_calls(lambda m: template(m, tools)[0], read, full, spans)
+        turns.append((full, trained(read, full, spans) if trained else spans))
+        if not first or j == answers[-1]:
+            continue
+        kept = "\n".join(_parts_of(m)[1] for m in read)  # in the history of every later turn: not the reasoning
+        if j + 1 > first:  # each message is a token or more
             turns.partial = True
             break
+        if len(kept) > looked:
+            looked = 2 * len(kept)
+            (tokens,) = template.tokens([kept], 2 * first)
+            if len(kept) <= len(full) and len(tokens.ids) > 2 * first:  # else the template shows less
+                turns.partial = True
+                break
     if turns and answers[-1] + 1 < len(messages):
         turns.omitted["messages after the last answer"] = answers[-1] + 1
     return turns
 
 
 def _unread(messages, seen, text) -> Iterator[tuple[str, int]]:
-    "(what, message) that a template leaves out, from message `seen` to the last, an answer."
+    """(what, message) that a template leaves out, from message `seen` to the last, an answer. BadRow: a template that
+    knows texts alone was given pictures."""
     for i, message in enumerate(messages[seen:], seen):
-        if message["role"] != "tool" and not _holds(text, _parts_of(message)[1]):
+        content = message.get("content")
+        if isinstance(content, list):
+            texts = [part["text"].strip() for part in content if part.get("type") == "text"]
+            if str(content) in text or any(words not in text for words in texts):
+                raise BadRow("the chat template does not read content that is made of parts", f"message {i}")
+        elif message["role"] != "tool" and not _holds(text, _parts_of(message)[1]):
             yield "text that the chat template leaves out", i  # results of tools may be quoted
     before = _parts_of(messages[-2])[1].strip()
     if not _holds(text[max(text.rfind(before), 0) :], _parts_of(messages[-1])[0]):
@@ -389,36 +406,6 @@ def _holds(text, words):
     return plain in rest
 
 
-class _Beyond:
-    "Whether the turns after some messages begin after the tokens that are needed."
-
-    def __init__(self, template, first):
-        self.template, self.first = template, first
-        self.counted = self.characters = 0  # messages, and what is in them
-        self.next_look = first and reach(first)  # characters
-
-    def __call__(self, messages, text):
-        if not self.first:
-            return False
-        if len(messages) > self.first:  # each message is a token or more
-            return True
-        self.characters += sum(len(_kept(m)) for m in messages[self.counted :])
-        self.counted = len(messages)
-        if self.characters <= self.next_look:
-            return False
-        self.next_look = 2 * self.characters
-        if self.characters > len(text):  # the template shows less than the messages
-            return False
-        kept = "\n".join(map(_kept, messages))
-        (tokens,) = self.template.tokens([kept], 2 * self.first)
-        return len(tokens.ids) > 2 * self.first
-
-
-def _kept(message):
-    "What stays of a message in the history of every later turn: not the reasoning."
-    return str(message.get("content") or "").rpartition("</think>")[2]
-
-
 def _border(messages, j, template, tools, full):
     "The character of `full` at which the assistant's turn j begins."
     prompt = template(messages[:j], tools, prompt=True)[0]
@@ -427,25 +414,13 @@ def _border(messages, j, template, tools, full):
     history = template(messages[:j], tools)[0]
     skip = 0
     if len(full) > WHOLE:  # tokenise only around the difference
-        skip = max(0, _shared(prompt, full) - WHOLE // 2)
+        skip = max(0, common_prefix(prompt, full) - WHOLE // 2)
     ours, theirs = template.tokens([prompt[skip:], full[skip:]], 0)
     k = common_prefix(ours.ids, theirs.ids)
     start = skip + theirs.offsets[k][0] if k < len(theirs.ids) else len(full)
     if start < len(history) or not full.startswith(history):
         raise _unmarked(template, j)
     return start
-
-
-def _shared(a, b):
-    "How many first characters of two long texts agree: a binary search over slices."
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _unmarked(template, j):
@@ -481,16 +456,6 @@ def check_calls(render: Callable[[list[dict]], str], messages: list[dict], text:
             raise Misread(reason, at, wrong)
     if calls and spoken is None and _written_for_null(render, messages, text):
         raise Misread("the chat template writes None for content that is empty", at)
-
-
-def _check_parts(messages, text):
-    "BadRow: a template that knows texts alone was given pictures."
-    for i, content in enumerate(m.get("content") for m in messages):
-        if isinstance(content, list):
-            texts = [part["text"].strip() for part in content if part.get("type") == "text"]
-            if str(content) in text or any(words not in text for words in texts):
-                reason = "the chat template does not read content that is made of parts"
-                raise BadRow(reason, f"message {i}")
 
 
 def _misspelled(arguments):

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoToke
 
 from ..core.files import atomic_write
 from ..core.http_client import proxy_for, read_reply, time_left, time_limit
-from .chat_encoding import ALL, Rows, Trained, mask_of
+from .chat_encoding import ALL, Rows, Trained, check_ids, token_mask
 from .chat_template import ChatTemplate, merge_turns, tokenizer_errors, turns_of
 from .messages import check_text, normalize, tools_of
 from .prepared_folder import config_of
@@ -69,19 +69,6 @@ def public_addresses(host: str, port: int) -> list[str]:
 PICTURE_BYTES, PICTURE_SECONDS, HOPS = 32 << 20, 60, 5
 
 
-def _checked(address) -> httpx.URL:
-    "The parsed address of one hop. ValueError: not http or https, or with a password."
-    try:
-        url = httpx.URL(address)
-    except (httpx.InvalidURL, UnicodeError):
-        raise ValueError("not an address") from None
-    if url.scheme not in ("http", "https") or not url.host:
-        raise ValueError(f"the scheme {url.scheme[:20]!r} is not fetched: only http and https are")
-    if url.userinfo:
-        raise ValueError("an address with a password in it is not fetched")
-    return url
-
-
 def _addresses(url, proxy) -> list[str]:
     "Where to connect for one hop: to addresses that are public; a name that only a proxy can look up is left to it."
     try:
@@ -94,25 +81,34 @@ def _addresses(url, proxy) -> list[str]:
 
 
 @contextlib.contextmanager
-def _reply(url):
-    """The reply of one hop. The connection goes to an address that was found to be public: the name could lead
-    elsewhere a moment later."""
+def _reply(address):
+    """(address, reply) of one hop, over http or https, without a password. The connection goes to an address that was
+    found to be public: the name could lead elsewhere a moment later."""
+    try:
+        url = httpx.URL(address)
+    except (httpx.InvalidURL, UnicodeError):
+        raise ValueError("not an address") from None
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError(f"the scheme {url.scheme[:20]!r} is not fetched: only http and https are")
+    if url.userinfo:
+        raise ValueError("an address with a password in it is not fetched")
     proxy = proxy_for(url)
     headers = {"Accept": "image/*", "Accept-Encoding": "identity"}
     with httpx.Client(proxy=proxy, verify=httpx.create_ssl_context(), trust_env=False, headers=headers) as client:
         request = client.build_request("GET", url, timeout=time_left(PICTURE_SECONDS))
         request.extensions["sni_hostname"] = url.host
         *others, last = _addresses(url, proxy)
-        for address in others:
-            request.url = url.copy_with(host=address)
-            with contextlib.suppress(httpx.ConnectError, httpx.ConnectTimeout):
+        for host in (*others, last):
+            request.url = url.copy_with(host=host)
+            try:
                 reply = client.send(request, stream=True)
-                break
-        else:
-            request.url = url.copy_with(host=last)
-            reply = client.send(request, stream=True)
-        with contextlib.closing(reply):
-            yield reply
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                if host == last:
+                    raise
+                continue
+            with contextlib.closing(reply):
+                yield url, reply
+            return
 
 
 def shown_address(address: str) -> str:
@@ -130,7 +126,14 @@ def fetch_picture(address: str) -> bytes:
     where = shown_address(address)
     try:
         with time_limit(PICTURE_SECONDS):
-            return _fetch(address)
+            for _ in range(HOPS + 1):
+                with _reply(address) as (url, reply):
+                    if not reply.has_redirect_location:
+                        if reply.status_code != 200:
+                            raise ValueError(f"status {reply.status_code}")
+                        return read_reply(reply, PICTURE_BYTES)
+                    address = str(url.join(reply.headers["location"]))
+        raise ValueError(f"more than {HOPS} redirections")
     except httpx.TimeoutException:
         raise ValueError(f"{where}: not there within {PICTURE_SECONDS:g} s") from None
     except (httpx.HTTPError, ValueError) as e:
@@ -138,44 +141,24 @@ def fetch_picture(address: str) -> bytes:
         raise ValueError(f"{where}: {why}. Save the picture beside the data") from None
 
 
-def _fetch(address):
-    for _ in range(HOPS + 1):
-        url = _checked(address)
-        with _reply(url) as reply:
-            if not reply.has_redirect_location:
-                if reply.status_code != 200:
-                    raise ValueError(f"status {reply.status_code}")
-                return read_reply(reply, PICTURE_BYTES)
-            address = str(url.join(reply.headers["location"]))
-    raise ValueError(f"more than {HOPS} redirections")
-
-
 def load_processor(path: str | Path, trust_remote_code: bool = False):
     """What turns conversations into the inputs of a verifier (folder or hub id): its processor if it takes pictures,
     else its tokenizer. Videos need torchvision, pictures do not."""
     with tokenizer_errors(path):
-        return _processor(path, trust_remote_code)
-
-
-def _processor(path, trust_remote_code):
-    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    if getattr(config, "vision_config", None) is None:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-    try:
-        return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
-    except ImportError:
-        auto = transformers.models.auto.processing_auto  # every release has the names there
-        names = auto.PROCESSOR_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
-        kind = getattr(transformers, names.get(config.model_type) or "", None)
-        if kind is None:
-            raise
-        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        return without_video(kind)(
-            AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code),
-            tokenizer,
-            None,
-            chat_template=tokenizer.chat_template,
-        )
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if getattr(config, "vision_config", None) is None:
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        try:
+            return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except ImportError:
+            auto = transformers.models.auto.processing_auto  # every release has the names there
+            names = auto.PROCESSOR_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
+            kind = getattr(transformers, names.get(config.model_type) or "", None)
+            if kind is None:
+                raise
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+            pictures = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+            return without_video(kind)(pictures, tokenizer, None, chat_template=tokenizer.chat_template)
 
 
 def without_video(kind: type) -> type:
@@ -209,15 +192,6 @@ def open_picture(source: bytes | Path, where: str = "a picture") -> Image.Image:
     return picture
 
 
-def _decoded(file: Path) -> Image.Image:
-    "The pixels of a picture's first frame."
-    with open_picture(file, str(file)) as picture:
-        try:
-            return picture.convert("RGB")
-        except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
-            raise ValueError(f"{file}: the picture is damaged ({e}); save it again") from None
-
-
 def picture_file(part: dict) -> Path | None:
     """The file of a picture in a prepared row, a part of `resolve_images`; None: the part is no picture. ValueError: it
     is elsewhere than in a file."""
@@ -233,69 +207,50 @@ def picture_file(part: dict) -> Path | None:
     return Path(unquote(urlsplit(url).path))
 
 
-class _PictureFiles:
-    "Files of pictures. ValueError: a source that is not allowed, or is no picture."
-
-    def __init__(self, folder, store, allow_urls):
-        self.folder, self.store, self.allow_urls = Path(folder), store, allow_urls
-
-    def file(self, source, at, is_base64=False) -> Path:
-        "The file of one source; `at` names the message."
-        if isinstance(source, dict):  # as `datasets` stores pictures
-            source = source.get("bytes") or source.get("path")
-        if isinstance(source, Image.Image):
-            with io.BytesIO() as f:
-                source.save(f, "PNG")
-                source = f.getvalue()
-        if isinstance(source, str) and (is_base64 or source.startswith("data:")):
-            source = _decode_base64(source, at)
-        if isinstance(source, str) and re.match(r"https?://", source):
-            if not self.allow_urls:
-                raise ValueError(
-                    f"{at}: the picture {shown_address(source)!r} would be fetched from the "
-                    "network; save it beside the data, or pass allow_urls=True"
-                )
-            source = fetch_picture(source)
-        return self._stored(source, at) if isinstance(source, bytes) else self._local(source, at)
-
-    def _stored(self, content, at):
-        "Write the content of a picture, once."
-        what = f"{at}: a picture of {len(content)} bytes"
-        if self.store is None:
-            raise ValueError(f"{what} inside the message, and no folder to store it in")
-        with open_picture(content, what) as picture:
-            suffix = str(picture.format).lower()
-        path = Path(self.store) / f"{hashlib.sha256(content).hexdigest()[:20]}.{suffix}"
-        if not path.is_file():
-            with atomic_write(path) as tmp:
-                tmp.write_bytes(content)
-        return path
-
-    def _local(self, source, at):
-        "A picture's file inside of the folder."
-        name = _path_of(source, at)
-        path = _inside(self.folder, name, at)
-        open_picture(path, f"{at}: the picture {name[:80]!r}").close()
-        return path
+def _content(source, at, is_base64, allow_urls):
+    "What a source holds or names: the bytes of a picture, fetched where an address is allowed, or its file."
+    if isinstance(source, dict):  # as `datasets` stores pictures
+        source = source.get("bytes") or source.get("path")
+    if isinstance(source, Image.Image):
+        with io.BytesIO() as f:
+            source.save(f, "PNG")
+            return f.getvalue()
+    if isinstance(source, str) and (is_base64 or source.startswith("data:")):
+        try:
+            return base64.b64decode(source.split(",", 1)[-1], validate=True)
+        except (binascii.Error, ValueError) as e:
+            raise ValueError(f"{at}: a picture's base64 is damaged ({e})") from None
+    if isinstance(source, str) and re.match(r"https?://", source):
+        if not allow_urls:
+            raise ValueError(
+                f"{at}: the picture {shown_address(source)!r} would be fetched from the "
+                "network; save it beside the data, or pass allow_urls=True"
+            )
+        return fetch_picture(source)
+    return source
 
 
-def _decode_base64(text, at):
-    try:
-        return base64.b64decode(text.split(",", 1)[-1], validate=True)
-    except (binascii.Error, ValueError) as e:
-        raise ValueError(f"{at}: a picture's base64 is damaged ({e})") from None
+def _stored(content, at, store):
+    "The file of a picture's content, which is written once."
+    what = f"{at}: a picture of {len(content)} bytes"
+    if store is None:
+        raise ValueError(f"{what} inside the message, and no folder to store it in")
+    with open_picture(content, what) as picture:
+        suffix = str(picture.format).lower()
+    path = Path(store) / f"{hashlib.sha256(content).hexdigest()[:20]}.{suffix}"
+    if not path.is_file():
+        with atomic_write(path) as tmp:
+            tmp.write_bytes(content)
+    return path
 
 
-def _path_of(source, at):
-    "The path that a source names."
-    text = str(source)
-    if not isinstance(source, (str, Path)) or not 0 < len(text) <= 4000 or "\0" in text:
-        raise ValueError(f"{at}: a picture named {text[:40]!r}, expected a path, an address or base64")
-    return unquote(urlsplit(text).path) if text.startswith("file:") else text
-
-
-def _inside(folder, name, at):
-    "An existing file inside of the folder."
+def _local(source, at, folder):
+    "A picture's file inside of the folder."
+    name = str(source)
+    if not isinstance(source, (str, Path)) or not 0 < len(name) <= 4000 or "\0" in name:
+        raise ValueError(f"{at}: a picture named {name[:40]!r}, expected a path, an address or base64")
+    if name.startswith("file:"):
+        name = unquote(urlsplit(name).path)
     try:
         path = (folder / name).resolve()
         inside = path.is_relative_to(folder.resolve())
@@ -312,6 +267,7 @@ def _inside(folder, name, at):
             f"{at}: no picture {name[:80]!r} in {str(folder)!r}; pass the folder that "
             "the paths start from as image_folder"
         )
+    open_picture(path, f"{at}: the picture {name[:80]!r}").close()
     return path
 
 
@@ -323,31 +279,38 @@ def resolve_images(
 ) -> list[dict]:  # messages; pictures: {"type": "image_url", "image_url": {"url": "file:///…"}}
     """Normalise messages, and find every picture. ValueError: a path that leads out, an address
     that is not allowed, a kind of part that is not known."""
-    files = _PictureFiles(folder, store, allow_urls)
-    beside = _beside(row)
+    beside = row.get("images") if row.get("images") is not None else row.get("image")
+    beside = [*beside] if isinstance(beside, (list, tuple)) else [beside] if beside is not None else []
+
+    def resolved(part, at):
+        "One part of a message."
+        if isinstance(part, str) or part["type"] == "text":  # `normalize` knows the kinds
+            return {"type": "text", "text": part if isinstance(part, str) else part["text"]}
+        names = (k for k in ("image_url", "path", "url", "base64", "image") if part.get(k) is not None)
+        source = part.get(next(names, None))
+        if isinstance(source, dict) and source.get("url") is not None:
+            source = source["url"]
+        if source is None:
+            if not beside:
+                raise ValueError(f"{at}: a picture without path, url or base64, and none left in 'images'")
+            source = beside.pop(0)
+        source = _content(source, at, part.get("base64") is not None, allow_urls)
+        path = _stored(source, at, store) if isinstance(source, bytes) else _local(source, at, Path(folder))
+        return {"type": "image_url", "image_url": {"url": path.absolute().as_uri()}}
+
     messages = copy.deepcopy(normalize(row))
     for i, message in enumerate(messages):
         content = message["content"]
         if isinstance(content, str) and beside and message["role"] == "user":
             content = _split_at_marks(content)
         if isinstance(content, list):
-            content = [_part(part, f"message {i}", beside, files) for part in content]
+            content = [resolved(part, f"message {i}") for part in content]
         message["content"] = content
     if beside:
         raise ValueError(
             f"{len(beside)} pictures more than the messages have places for ('<image>', or parts of type image)"
         )
     return messages
-
-
-def _beside(row):
-    "The pictures beside the messages, in the columns `images` or `image`."
-    pictures = row.get("images")
-    if pictures is None:
-        pictures = row.get("image")
-    if pictures is None:
-        return []
-    return list(pictures) if isinstance(pictures, (list, tuple)) else [pictures]
 
 
 def _split_at_marks(text):
@@ -361,25 +324,10 @@ def _split_at_marks(text):
     return [part for part in parts if part["type"] == "image" or part["text"]]
 
 
-def _part(part, at, beside, files):
-    "One part of a message."
-    if isinstance(part, str):
-        return {"type": "text", "text": part}
-    if not isinstance(part, dict):
-        raise ValueError(f"{at}: a part of content is {type(part).__name__}, expected an object with a type")
-    part = {k: v for k, v in part.items() if v is not None}
-    if part["type"] == "text":  # `normalize` knows the kinds
-        return {"type": "text", "text": part["text"]}
-    names = [k for k in ("image_url", "path", "url", "base64", "image") if k in part]
-    source = part[names[0]] if names else None
-    if isinstance(source, dict) and "url" in source:
-        source = source["url"]
-    if source is None:
-        if not beside:
-            raise ValueError(f"{at}: a picture without path, url or base64, and none left in 'images'")
-        source = beside.pop(0)
-    path = files.file(source, at, is_base64="base64" in part)
-    return {"type": "image_url", "image_url": {"url": path.absolute().as_uri()}}
+def _parts(messages) -> list:
+    "The parts of all messages whose content is a list."
+    contents = [m.get("content") for m in messages if isinstance(m, dict)]
+    return [part for content in contents if isinstance(content, list) for part in content]
 
 
 def has_pictures(row: dict) -> bool:
@@ -388,19 +336,22 @@ def has_pictures(row: dict) -> bool:
         return False
     if any(row.get(k) not in (None, "", []) for k in ("image", "images")):
         return True
-    messages = row.get("messages") or row.get("conversations") or []
-    contents = [m.get("content") for m in messages if isinstance(m, dict)]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
+    parts = _parts(row.get("messages") or row.get("conversations") or [])
     return any(isinstance(part, dict) and part.get("type") != "text" for part in parts)
 
 
 def pictures_of(messages: list[dict]) -> list[Image.Image]:
-    """Open the pictures of `resolve_images` as RGB, in the order of their places. ValueError: one is missing, damaged,
-    too large, or in a format that is not known."""
-    contents = [m.get("content") for m in messages]
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    files = [picture_file(part) for part in parts]
-    return [_decoded(file) for file in files if file]
+    """Open the pictures of `resolve_images` as RGB (of an animation the first frame), in the order of their places.
+    ValueError: one is missing, damaged, too large, or in a format that is not known."""
+    out = []
+    for part in _parts(messages):
+        if file := picture_file(part):
+            with open_picture(file, str(file)) as picture:
+                try:
+                    out.append(picture.convert("RGB"))
+                except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
+                    raise ValueError(f"{file}: the picture is damaged ({e}); save it again") from None
+    return out
 
 
 def for_template(messages: list[dict]) -> list[dict]:
@@ -442,8 +393,9 @@ def encode_images(
     tools: list[dict] | None = None,  # as from `tools_of`
     rows: str = "conversation",  # "turn": a row per assistant turn, only that turn trained
     first: int | None = None,  # tokens beyond which a row is of no use; None: all are needed
+    vocab_size: int | None = None,  # the verifier's; None: unknown
     trained: Trained = ALL,  # what of the answers is trained
-) -> Rows:  # (input_ids int32 [n], loss_mask bool [n], messages of the row) per row
+) -> Rows:  # (input_ids int32 [n], loss_mask bool [n], messages of the row, tools) per row
     """`chat_encoding.encode_batch` for one conversation with pictures. A row of `first` tokens
     or more has no pictures and an empty mask."""
     spans = functools.partial(trained.spans, template, tools)
@@ -460,15 +412,13 @@ def encode_images(
     for text, spans in merge_turns(turns, rows):
         (short,) = template.tokens([check_text(text)], first)
         context = spelled[: end_of[text]]
-        ids = short.ids
-        mask = np.zeros(len(ids), bool)
+        ids, mask = np.array(short.ids, np.int32), np.zeros(len(short.ids), bool)
         if not first or len(ids) < first:
-            control = np.isin(ids, template.control.ids)
-            offsets = np.array(short.offsets).reshape(-1, 2)
-            short_mask = mask_of(offsets, spans, control, text)
-            ids = process(text, context, template.owner)["input_ids"][0].tolist()
-            mask = carry_mask(short_mask, short.ids, ids)
-        out.append((np.array(ids, np.int32), mask, context))
+            short_mask = token_mask(template, short, spans, text)
+            full = process(text, context, template.owner)["input_ids"][0].tolist()
+            ids, mask = np.array(full, np.int32), carry_mask(short_mask, short.ids, full)
+        check_ids(ids, vocab_size)
+        out.append((ids, mask, context, tools))
     return out
 
 
@@ -477,7 +427,7 @@ def inputs_of(row: dict, template: ChatTemplate) -> dict[str, torch.Tensor]:
     it was made with: its pictures, as tensors; empty: the row is text. ValueError if messages and ids do not belong
     together (other pictures, other processor)."""
     messages = row.get("messages")
-    if not messages or not any(isinstance(m.get("content"), list) for m in messages):
+    if not _parts(messages or ()):
         return {}
     made = process(template(for_template(messages), tools_of(row))[0], messages, template.owner)
     ids = [int(t) for t in row["input_ids"]]
@@ -504,7 +454,6 @@ def row_inputs(dataset: Dataset, processor) -> Callable[[int], dict]:
 
     def inputs(i):
         row = table[i]
-        pictured = any(isinstance(m.get("content"), list) for m in row["messages"] or ())
-        return inputs_of(row, template()) if pictured else {}
+        return inputs_of(row, template()) if _parts(row["messages"] or ()) else {}
 
     return inputs

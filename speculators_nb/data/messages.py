@@ -3,6 +3,7 @@ Roles, contents, tool calls, reasoning and tools are checked; what cannot be rea
 
 import itertools
 import json
+import re
 import reprlib
 from collections.abc import Iterator
 from typing import Any
@@ -29,6 +30,19 @@ class BadRow(ValueError):
     def __str__(self):
         text = f"{self.at}: {self.reason}" if self.at else self.reason
         return f"{text} ({self.detail})" if self.detail else text
+
+
+REASONS = 50  # that are counted separately
+
+
+def reason_of(error: Exception) -> str:
+    "Under which words, on one line, errors of `encode_batch` that are alike are counted."
+    if isinstance(error, BadRow):
+        return error.reason
+    if isinstance(error, RecursionError):
+        return "lists or objects are nested too deep"
+    text = re.sub(r"<[^<>]* at 0x[0-9a-f]+>", "it", (str(error).splitlines() or [""])[0])
+    return f"{type(error).__name__}: {text[:120]}"
 
 
 def check_text(text: str, at: str = "") -> str:
@@ -118,26 +132,19 @@ def messages_of(row) -> list[dict[str, Any]]:
         raise BadRow(
             f"no messages: expected 'messages' or 'conversations', or a question ({', '.join(QUESTIONS)}), in {there}"
         )
-    if isinstance(row, dict) and _is_dialogue(turns):
+    texts = isinstance(turns, list) and len(turns) > 1 and {*map(type, turns)} == {str}
+    if isinstance(row, dict) and texts:  # a dialogue
         roles = itertools.cycle(("user", "assistant"))
         turns = [{"role": role, "content": text} for role, text in zip(roles, turns)]
     wrong = turns if not isinstance(turns, list) else [m for m in turns if not isinstance(m, dict)]
     if wrong:
         raise BadRow("messages must be a list of objects with 'role' and 'content'", detail=f"not {brief(wrong)}")
-    return _with_system(columns, turns)
-
-
-def _is_dialogue(turns):
-    "Whether it is a list of texts, and more than one."
-    return isinstance(turns, list) and len(turns) > 1 and {*map(type, turns)} == {str}
-
-
-def _with_system(row, turns: Any) -> list[dict[str, Any]]:
-    "The system prompt of a column in front, unless the messages have one."
-    system = _first(row, *SYSTEMS)
-    if not isinstance(system, str) or not system.strip():
-        return turns
-    if ROLES.get(str(_first(turns[0], "role", "from"))) == "system":
+    system = _first(columns, *SYSTEMS)
+    if (
+        not isinstance(system, str)
+        or not system.strip()
+        or ROLES.get(str(_first(turns[0], "role", "from"))) == "system"
+    ):
         return turns
     return [{"role": "system", "content": system}, *turns]
 
@@ -275,6 +282,12 @@ def tools_of(row) -> list[dict] | None:
     if tools and not (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
         raise BadRow("tools: expected a list of objects", detail=f"not {brief(tools)}")
     return tools or None
+
+
+def domain_of(row: dict) -> str | None:
+    "The domain, source or category that a conversation names, if any: a mix has columns for it."
+    names = (row.get(column) for column in ("domain", "source", "category", "dataset"))
+    return next((name for name in names if isinstance(name, str) and name), None)
 
 
 def as_json(value, what: str, at: str = "") -> list | dict | None:

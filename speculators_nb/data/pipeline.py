@@ -1,5 +1,6 @@
-"""The preparation pipeline: deduplication, sample, tokenisation in processes, shuffle, validation split.
-`prepare` runs it in memory."""
+"""From conversations to rows: read, each once, sampled, tokenised in processes, limited, shuffled, split.
+Every conversation becomes rows, or is counted with the file and line of the first such case. `prepare` works in
+memory."""
 
 import io
 import json
@@ -7,13 +8,13 @@ import logging
 import multiprocessing
 import os
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -25,11 +26,11 @@ from ..core.concurrency import end_with_parent
 from ..core.files import DiskError
 from ..core.options import check_options
 from ..verifier.row_limits import Excess, RowLimits
-from .chat_encoding import FEATURES, Rows, Trained, arrow_columns, encode_batch
-from .chat_template import ChatTemplate
+from .chat_encoding import FEATURES, Trained, arrow_columns, encode_batch, ready_row
+from .chat_template import ChatTemplate, texts_in
 from .images import encode_images, has_pictures, resolve_images
-from .row_filter import BATCH, Counts, batches, check_ids, in_data, made_of, read_rows, size_of
-from .sources import SeenHashes, content_hash, conversation_count
+from .messages import REASONS, BadRow, brief, domain_of, normalize, reason_of, tools_of
+from .sources import SeenHashes, content_hash, conversation_count, located
 
 log = logging.getLogger(__name__)
 
@@ -50,11 +51,6 @@ class Settings(NamedTuple):
     train_reasoning: bool = True
     train_tool_calls: bool = True
 
-    @property
-    def trained(self) -> Trained:
-        "What of the answers is trained."
-        return Trained(self.train_reasoning, self.train_tool_calls)
-
 
 class Encoder(NamedTuple):
     "What turns a conversation into rows."
@@ -66,92 +62,177 @@ class Encoder(NamedTuple):
     limits: RowLimits = RowLimits()  # of the verifier; rows beyond it are counted
 
 
+class Made(NamedTuple):
+    "What became of one conversation."
+
+    domain: str | None  # that it names
+    rows: list[tuple] = []  # that stay
+    dropped: list[str] = []  # why others do not
+    cut: int = 0  # tokens that were cut off
+    partial: bool = False  # whether only a beginning was tokenised
+    error: BadRow | None = None  # why there is no row at all
+    control: dict[str, int] = {}  # control token -> first message that spells it
+    omitted: dict[str, int] = {}  # what is in no row, or not trained -> first such message
+
+
+class Located(list):
+    "(where, conversation) pairs that `located` has read."
+
+
+def _usable(row, vocab_size):
+    """What is used of a conversation, in one spelling: "messages" and "tools" (and pictures), or "input_ids" and
+    "loss_mask"; and "domain". BadRow: it cannot be used."""
+    if isinstance(row, BadRow):
+        raise row
+    domain = {"domain": name} if (name := domain_of(row)) else {}
+    if row.get("input_ids") is not None:
+        return dict(zip(("input_ids", "loss_mask"), ready_row(row, vocab_size))) | domain
+    pictures = {k: row[k] for k in ("images", "image") if row.get(k) is not None}
+    return {"messages": normalize(row), "tools": tools_of(row), **pictures} | domain
+
+
+def _distinct(data, counts, encoder, limit):
+    "(where, conversation) of what can be used, each once."
+    seen = SeenHashes()
+    for where, row in islice(data if isinstance(data, Located) else located(data), limit):
+        counts.n["read"] += 1
+        try:
+            row = _usable(row, encoder.vocab_size)
+        except Exception as e:  # also RecursionError
+            counts.refuse(where, e)
+            continue
+        if encoder.settings.dedup and not seen.add(bytes.fromhex(content_hash(row))):
+            counts.repeat(where)
+            continue
+        yield where, row
+
+
+def _sampled(stream, counts, settings):
+    "`max_samples` of a stream: a random sample, each subset as likely as any other, or the first; in their order."
+    most = settings.max_samples
+    if most is None:
+        return stream
+    chosen = [*enumerate(islice(stream, most))]
+    if settings.shuffle:
+        rng = np.random.default_rng(settings.seed)
+        for i, item in enumerate(stream, most):
+            if (place := int(rng.integers(i + 1))) < most:
+                chosen[place] = (i, item)
+    passed = counts.n["duplicates"] + counts.n["without rows"] + len(chosen)
+    counts.n["not chosen"] = counts.n["read"] - passed
+    return [item for _, item in sorted(chosen, key=lambda pair: pair[0])]
+
+
+BATCH = 1 << 20  # characters of the conversations that are tokenised together
+
+
+def _size(row):
+    "How large a conversation is: characters, or what takes as much memory."
+    return 8 * len(row["input_ids"]) if "input_ids" in row else sum(map(len, texts_in(row["messages"])))
+
+
+def _batches(stream):
+    "(where, conversation) in batches of a bounded size: 64, or as many as fit in `BATCH` characters; at least one."
+    batch, size = [], 0
+    for where, row in stream:
+        more = _size(row)
+        if batch and (len(batch) == 64 or size + more > BATCH):
+            yield batch
+            batch, size = [], 0
+        batch.append((where, row))
+        size += more
+    if batch:
+        yield batch
+
+
 def _encode(batch, encoder):
     "(where, Made) for each (where, conversation) of a batch."
-    template, settings, vocab_size = encoder.template, encoder.settings, encoder.vocab_size
-    first = settings.max_length + 1
-    with_pictures = [_has_pictures(row, encoder) for _, row in batch]
-    text = [row for (_, row), pictured in zip(batch, with_pictures) if not pictured]
-    encoded = iter(
-        encode_batch(text, template, rows=settings.rows, first=first, vocab_size=vocab_size, trained=settings.trained)
-    )
+    template, settings, vocab_size, pictures, _ = encoder
+    first, trained = settings.max_length + 1, Trained(settings.train_reasoning, settings.train_tool_calls)
+    pictured = [pictures is not None and template.multimodal and has_pictures(row) for _, row in batch]
+    text = [row for (_, row), has in zip(batch, pictured) if not has]
+    encoded = iter(encode_batch(text, template, settings.rows, first, vocab_size, trained))
     out = []
-    for (where, row), pictured in zip(batch, with_pictures):
-        rows = _encode_pictures(row, encoder) if pictured else next(encoded)
-        out.append((where, made_of(row, rows, template.control, settings)))
+    for (where, row), has in zip(batch, pictured):
+        try:
+            if has:
+                messages = resolve_images(row, **pictures)
+                rows: Any = encode_images(messages, template, row["tools"], settings.rows, first, vocab_size, trained)
+            else:
+                rows = next(encoded)
+        except DiskError:  # pictures that cannot be stored: not the conversation's fault
+            raise
+        except Exception as e:  # as in encode_batch
+            rows = e
+        out.append((where, _made(row, rows, template, settings)))
     return out
 
 
-def _has_pictures(row, encoder):
-    return encoder.pictures is not None and encoder.template.multimodal and has_pictures(row)
+def _made(row, encoded, template, settings) -> Made:
+    "The rows of one conversation, from `encode_batch`, within the limits of the settings."
+    domain, most = row.get("domain"), settings.max_length
+    if isinstance(encoded, Exception):  # of a template or tokenizer; not all can be pickled
+        error = encoded if isinstance(encoded, BadRow) else BadRow(reason_of(encoded))
+        return Made(domain, error=error)
+    rows, dropped, cut = [], [], 0
+    for ids, mask, *messages in encoded:
+        trained = int(np.count_nonzero(mask[:most]))
+        if len(ids) > most and (settings.too_long == "drop" or messages):
+            dropped.append(f"longer than {most} tokens")
+        elif trained < settings.min_trained:
+            few = f"fewer than {settings.min_trained} trained tokens" if trained else "no trained token"
+            dropped.append(f"{few} in the first {most}")
+        else:
+            cut += max(len(ids) - most, 0)
+            rows.append((ids[:most], mask[:most], *messages))
+    control = template.control.spelled(row["messages"], row["tools"]) if "messages" in row else {}
+    return Made(
+        domain,
+        rows,
+        dropped,
+        0 if encoded.partial else cut,
+        encoded.partial,
+        control=control,
+        omitted=encoded.omitted if rows else {},
+    )
 
 
-def _encode_pictures(row, encoder):
-    "The rows of a conversation with pictures, or the error."
-    template, settings, pictures = encoder.template, encoder.settings, encoder.pictures
-    tools = row["tools"]
-    try:
-        messages = resolve_images(row, **pictures)
-        first = settings.max_length + 1
-        rows = encode_images(messages, template, tools, rows=settings.rows, first=first, trained=settings.trained)
-        for ids, *_ in rows:
-            check_ids(ids, encoder.vocab_size)
-        made = Rows((*made_row, tools) for made_row in rows)
-        made.omitted = rows.omitted
-        return made
-    except DiskError:  # pictures that cannot be stored: not the conversation's fault
-        raise
-    except Exception as e:  # as in encode_batch
-        return e
+_encoder: Encoder  # of a child process, which inherits it: neither a tokenizer nor a template is copied
 
 
-_STATE = {}  # what child processes inherit: neither a tokenizer nor a template is copied
-
-
-def _start_child():
+def _start_child(encoder):
+    global _encoder
+    _encoder = encoder
     end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
 
 
 def _encode_in_child(batch):
-    return _encode(batch, _STATE["encoder"])
-
-
-def _is_large(batch):
-    return len(batch) == 1 and size_of(batch[0][1]) > BATCH
+    return _encode(batch, _encoder)
 
 
 def _encode_all(stream, encoder, num_proc):
     """(where, Made) for each (where, conversation) of a stream, in order; in processes if there
     are enough of them."""
-    stream = batches(stream)
-    alone = num_proc == 1 or "fork" not in multiprocessing.get_all_start_methods()
-    head = []
-    for batch in stream:
-        head.append(batch)
-        if alone or _is_large(batch):
-            for ready in head:
-                yield from _encode(ready, encoder)
-            head = []
-        elif len(head) == 8:
-            yield from _encode_in_processes(chain(head, stream), encoder, num_proc)
+    stream = _batches(stream)
+    if num_proc > 1 and "fork" in multiprocessing.get_all_start_methods():
+        first = [*islice(stream, 8)]
+        stream = chain(first, stream)
+        if len(first) == 8:
+            yield from _encode_in_processes(stream, encoder, num_proc)
             return
-    for ready in head:
-        yield from _encode(ready, encoder)
+    for batch in stream:
+        yield from _encode(batch, encoder)
 
 
 def _encode_in_processes(stream, encoder, num_proc):
-    "(where, Made) for each conversation of the batches, in order."
-    _STATE["encoder"] = encoder
-    context = multiprocessing.get_context("fork")
+    "(where, Made) for each conversation of the batches, in order; one that is a batch by itself is encoded here."
+    waiting, fork = deque(), multiprocessing.get_context("fork")
     try:
-        with ProcessPoolExecutor(num_proc, context, _start_child) as pool:
-            waiting = deque()
+        with ProcessPoolExecutor(num_proc, fork, _start_child, (encoder,)) as pool:
             for batch in stream:
-                if _is_large(batch):
-                    waiting.append(_encode(batch, encoder))
-                else:
-                    waiting.append(pool.submit(_encode_in_child, batch))
+                large = len(batch) == 1 and _size(batch[0][1]) > BATCH
+                waiting.append(_encode(batch, encoder) if large else pool.submit(_encode_in_child, batch))
                 if len(waiting) > 8:
                     yield from _result(waiting.popleft())
             while waiting:
@@ -160,57 +241,127 @@ def _encode_in_processes(stream, encoder, num_proc):
         raise ChildProcessError(
             "a process that tokenises died, most likely because memory ran out; pass a smaller num_proc, or num_proc=1"
         ) from e
-    finally:
-        _STATE.clear()
 
 
 def _result(work):
     return work if isinstance(work, list) else work.result()
 
 
-def _distinct(data, counts, encoder, limit):
-    "(where, conversation) of what can be used, each once."
-    seen = SeenHashes()
-    for where, row in read_rows(data, encoder.vocab_size, limit):
-        counts.n["read"] += 1
-        if isinstance(row, Exception):
-            counts.refuse(where, row)
-            continue
-        if encoder.settings.dedup and not seen.add(bytes.fromhex(content_hash(row))):
-            counts.repeat(where)
-            continue
-        yield where, row
+NAMED = 5  # duplicates, by their places
 
 
-def _reservoir(stream, n, seed):
-    "n items of a stream, each subset as likely as any other, in the order of the stream."
-    rng = np.random.default_rng(seed)
-    chosen = []
-    for i, item in enumerate(stream):
-        if i < n:
-            chosen.append((i, item))
-        elif (place := int(rng.integers(i + 1))) < n:
-            chosen[place] = (i, item)
-    chosen.sort(key=lambda pair: pair[0])
-    return [item for _, item in chosen]
+class Counts:
+    "What became of conversations: numbers, reasons, and the place of the first case of each."
 
+    def __init__(self):
+        self.n: Counter[str] = Counter()
+        self.duplicates: list[str] = []  # where the first of them are
+        # lines of the report by their first field; the second one counts
+        self._dropped, self._omitted, self._control, self._domains = {}, {}, {}, {}
 
-def _sampled(stream, counts, settings):
-    "`max_samples` of a stream: a random sample, or the first."
-    limit = settings.max_samples
-    if limit is None:
-        return stream
-    if settings.shuffle:
-        chosen = _reservoir(stream, limit, settings.seed)
-    else:
-        chosen = list(islice(stream, limit))
-    passed = counts.n["duplicates"] + counts.n["without rows"] + len(chosen)
-    counts.n["not chosen"] = counts.n["read"] - passed
-    return chosen
+    def repeat(self, where: str) -> None:
+        "Count a conversation with the same messages as one before it, by its file and line."
+        self.n["duplicates"] += 1
+        if len(self.duplicates) < NAMED:
+            self.duplicates.append(where)
+
+    def refuse(self, where: str, error: Exception) -> None:
+        "Count a conversation that cannot be used, by its file and line."
+        at = ": ".join(filter(None, (getattr(error, "at", ""), getattr(error, "detail", ""))))
+        at = (at.splitlines() or [""])[0][:120]
+        self._drop(reason_of(error), "conversations", f"{where}, {at}" if at else where)
+        self.n["without rows"] += 1
+
+    def add(self, where: str, made: Made) -> None:
+        "Count what became of a conversation, by its file and line."
+        self._count_domain(made)
+        if made.error is not None:
+            self.refuse(where, made.error)
+            return
+        for reason in made.dropped:
+            self._drop(reason, "rows", where)
+        self.n["without rows"] += not made.rows
+        self.n["tokens cut"] += made.cut
+        self.n["read in part"] += made.partial
+        for cases, name, places in ((self._control, "token", made.control), (self._omitted, "what", made.omitted)):
+            for case, i in places.items():
+                line = {name: case, "conversations": 0, "first": f"{where}, message {i}"}
+                cases.setdefault(case, line)["conversations"] += 1
+
+    def _drop(self, reason, unit, where):
+        if reason not in self._dropped and len(self._dropped) >= REASONS:
+            reason = "other reasons"
+        line = {"reason": reason, "count": 0, "unit": unit, "first": where}
+        self._dropped.setdefault(reason, line)["count"] += 1
+
+    def _count_domain(self, made):
+        name = made.domain or "unnamed"
+        if name not in self._domains and len(self._domains) >= REASONS:
+            name = "other domains"
+        line = {"domain": name} | dict.fromkeys(("conversations", "without rows", "rows", "tokens", "trained"), 0)
+        line = self._domains.setdefault(name, line)
+        line["conversations"] += 1
+        line["without rows"] += not made.rows
+        line["rows"] += len(made.rows)
+        line["tokens"] += sum(len(row[0]) for row in made.rows)
+        line["trained"] += sum(int(np.count_nonzero(row[1])) for row in made.rows)
+
+    @property
+    def dropped(self) -> list[dict]:  # reason, count, unit, first; the most frequent first
+        "Why conversations and rows were left out."
+        return sorted(self._dropped.values(), key=lambda line: -line["count"])
+
+    @property
+    def omitted(self) -> list[dict]:  # what, conversations, first; the most frequent first
+        "What was left out of conversations that are kept."
+        return sorted(self._omitted.values(), key=lambda line: -line["conversations"])
+
+    @property
+    def control(self) -> list[dict]:  # token, conversations, first; the most frequent first
+        "Control tokens that messages spell."
+        return sorted(self._control.values(), key=lambda line: -line["conversations"])
+
+    def why(self) -> str:  # on one line
+        "Why conversations and rows were left out, for a message."
+        return "; ".join(f"{r['count']} × {r['reason']} (first: {r['first']})" for r in self.dropped)
+
+    def spelled(self) -> str:  # on one line
+        "The control tokens that messages spell, for a message."
+        return "text is read as control tokens: " + ", ".join(
+            f"{c['token']!r} in {c['conversations']} conversations (first: {c['first']})" for c in self.control
+        )
+
+    def report(self, kept: int, beyond: list[Excess]) -> dict:
+        "What `data_config.json` records: domains, stages, tokens cut off, reasons, control tokens."
+        n = self.n
+        stages: list[dict] = [{"what": "read", "conversations": n["read"]}]
+        if n["duplicates"]:
+            stages.append({"what": "duplicates", "conversations": n["duplicates"], "first": self.duplicates})
+        for what, name in (
+            ("not chosen", "not chosen"),
+            ("without a row", "without rows"),
+            ("tokenised in part", "read in part"),
+        ):
+            stages += [{"what": what, "conversations": n[name]}] if n[name] else []
+        if n["rows cut"]:
+            stages.append({"what": "cut", "rows": n["rows cut"], "tokens": n["tokens cut"]})
+        else:
+            stages.append({"what": "kept", "conversations": kept})
+        stages += [{"what": f"longer than {excess.words}", "rows": excess.rows} for excess in beyond]
+        domains = {}
+        if self._domains.keys() - {"unnamed"}:  # the largest first
+            domains["domains"] = sorted(self._domains.values(), key=lambda line: -line["tokens"])
+        return domains | {
+            "stages": stages,
+            "tokens_cut": n["tokens cut"],
+            "dropped": self.dropped,
+            "omitted": self.omitted,
+            "control_tokens": self.control,
+        }
 
 
 SPOOLED = Features(FEATURES | {"messages": Json(), "tools": Json()})
-SCHEMA = SPOOLED.arrow_schema
+AT_ONCE, BYTES_AT_ONCE = 1000, 100_000_000  # of a table that is written
 
 
 class RowSpool:
@@ -218,21 +369,20 @@ class RowSpool:
 
     def __init__(self, file: IO[bytes]):
         self.file = file
-        self.writer = pa.ipc.new_file(self.file, SCHEMA)
+        self.writer = pa.ipc.new_file(self.file, SPOOLED.arrow_schema)
         self.counts = array("q")  # rows of each conversation
         self.lengths = array("q")  # tokens of each row
         self.nbytes, self.pictures, self.tools = 0, False, False  # rows with messages, tools
 
     def append(self, rows: list[tuple]) -> None:
         "Add the rows of a conversation; with pictures also its messages and tools. OSError: the disk is full."
-        pictured = [row[2:] for row in rows if len(row) > 2]
-        self.pictures |= bool(pictured)
-        self.tools |= any(tools for _, tools in pictured)
-        more = (row[2:] if len(row) > 2 else ([], None) for row in rows)
+        more = [row[2:] or ([], None) for row in rows]
+        self.pictures |= any(len(row) > 2 for row in rows)
+        self.tools |= any(tools for _, tools in more)
         encoded = [[Json().encode_example(value) for value in pair] for pair in more]
         texts = [pa.array(column, pa.json_()) for column in zip(*encoded)]
         columns = arrow_columns([row[:2] for row in rows])
-        batch = pa.record_batch([*columns, *texts], schema=SCHEMA)
+        batch = pa.record_batch([*columns, *texts], schema=SPOOLED.arrow_schema)
         self.writer.write_batch(batch)
         self.counts.append(len(rows))
         self.lengths.extend(len(ids) for ids, *_ in rows)
@@ -241,8 +391,7 @@ class RowSpool:
     @property
     def features(self) -> Features:  # of the table that is made of the rows
         "Messages and tools are columns where a row has some."
-        names = [*FEATURES, *["messages"] * self.pictures]
-        names += ["tools"] * (self.pictures and self.tools)
+        names = [*FEATURES, *["messages"] * self.pictures, *["tools"] * (self.pictures and self.tools)]
         return Features({name: SPOOLED[name] for name in names})
 
     def finish(self) -> None:
@@ -258,9 +407,6 @@ class RowSpool:
         for start in range(0, len(order), most):
             batches = [reader.get_batch(int(i)).select(names) for i in order[start : start + most]]
             yield pa.Table.from_batches(batches).combine_chunks()
-
-
-AT_ONCE, BYTES_AT_ONCE = 1000, 100_000_000  # of a table that is written
 
 
 class Result(NamedTuple):
@@ -295,35 +441,6 @@ class Result(NamedTuple):
             elif prompt:
                 yield {"prompt": prompt}
 
-    def report(self) -> dict:
-        "What `data_config.json` records: stages, tokens cut off, reasons, control tokens."
-        n = self.counts.n
-        names = {
-            "duplicates": "duplicates",
-            "not chosen": "not chosen",
-            "without a row": "without rows",
-            "tokenised in part": "read in part",
-        }
-        stages: list[dict] = [{"what": "read", "conversations": n["read"]}]
-        stages += [{"what": k, "conversations": n[v]} for k, v in names.items() if n[v]]
-        for stage in stages:
-            if stage["what"] == "duplicates":
-                stage["first"] = self.counts.duplicates
-        if n["rows cut"]:
-            stages.append({"what": "cut", "rows": n["rows cut"], "tokens": n["tokens cut"]})
-        else:
-            stages.append({"what": "kept", "conversations": len(self.order)})
-        for excess in self.beyond:
-            stages.append({"what": f"longer than {excess.words}", "rows": excess.rows})
-        domains = self.counts.domains
-        return ({"domains": domains} if domains else {}) | {
-            "stages": stages,
-            "tokens_cut": n["tokens cut"],
-            "dropped": self.counts.dropped,
-            "omitted": self.counts.omitted,
-            "control_tokens": self.counts.control,
-        }
-
 
 def run_pipeline(
     data,  # a source, as `sources.located` takes it
@@ -333,49 +450,37 @@ def run_pipeline(
     file: IO[bytes] | None = None,  # in which the rows wait for their order; None: in memory
 ) -> Result:  # rows, their order, split, counts
     "Make rows of a source. ValueError: no row is left."
-    settings = encoder.settings
-    counts = Counts()
+    settings, counts = encoder.settings, Counts()
     stream = _sampled(_distinct(data, counts, encoder, limit), counts, settings)
     sampled = isinstance(stream, list)
     total = len(stream) if sampled else conversation_count(data, limit)
-    bar = tqdm(total=total, desc="prepare", unit="conversation", leave=False, delay=1)
     spool, first_beyond = RowSpool(file or io.BytesIO()), ""
-    for where, made in _encode_all(stream, encoder, num_proc):
-        bar.update(1 if sampled else counts.n["read"] - bar.n)  # duplicates count as done
-        counts.add(where, made)
-        if made.rows:
-            spool.append(made.rows)
-        lengths = [len(ids) for ids, *_ in made.rows]
-        if made.cut or made.partial:
-            counts.n["rows cut"] += lengths.count(settings.max_length)
-        if not first_beyond and any(map(encoder.limits.exceeded, lengths)):
-            first_beyond = where
-    bar.close()
+    with tqdm(total=total, desc="prepare", unit="conversation", leave=False, delay=1) as bar:
+        for where, made in _encode_all(stream, encoder, num_proc):
+            bar.update(1 if sampled else counts.n["read"] - bar.n)  # duplicates count as done
+            counts.add(where, made)
+            if made.rows:
+                spool.append(made.rows)
+            lengths = [len(ids) for ids, *_ in made.rows]
+            if made.cut or made.partial:
+                counts.n["rows cut"] += lengths.count(settings.max_length)
+            if not first_beyond and any(map(encoder.limits.exceeded, lengths)):
+                first_beyond = where
     spool.finish()
-    if not spool.counts:
-        why = counts.why() or f"there were none{in_data(data)}"
+    n = len(spool.counts)  # conversations
+    if not n:
+        named = f" in {brief(str(data))}" if isinstance(data, (str, Path)) else ""
+        why = counts.why() or f"there were none{named}"
         if "no assistant message" in why:
             why += "; `regenerate` lets the verifier answer questions"
         if f"in the first {settings.max_length}" in why:
             why += "; raise max_length"
         raise ValueError(f"no row left of {counts.n['read']} conversations ({why})")
-    train, val = _split(len(spool.counts), settings)
-    val_rows = sum(spool.counts[i] for i in val)
-    split = {"train": len(spool.lengths) - val_rows, "val": val_rows}
-    beyond = encoder.limits.count(spool.lengths)
-    order = np.concatenate([train, val])
-    return Result(spool, order, split, counts, beyond, first_beyond, len(val))
-
-
-def _split(n, settings):
-    "Indices of the conversations for training and for validation, shuffled."
-    order = np.arange(n)
-    if settings.shuffle:
-        order = np.random.default_rng([settings.seed, 1]).permutation(n)
-    held_out = 0
-    if settings.val_fraction:
-        held_out = min(max(1, round(n * settings.val_fraction)), n - 1)
-    return order[: n - held_out], order[n - held_out :]
+    order = np.random.default_rng([settings.seed, 1]).permutation(n) if settings.shuffle else np.arange(n)
+    held_out = min(max(1, round(n * settings.val_fraction)), n - 1) if settings.val_fraction else 0
+    val = sum(spool.counts[i] for i in order[n - held_out :])
+    split = {"train": len(spool.lengths) - val, "val": val}
+    return Result(spool, order, split, counts, encoder.limits.count(spool.lengths), first_beyond, held_out)
 
 
 def prepare(
@@ -392,11 +497,11 @@ def prepare(
     check_options({"max_length": max_length, "rows": rows, "max_samples": limit})
     settings = Settings(max_length, rows=rows, dedup=False, shuffle=False, val_fraction=0.0)
     template = ChatTemplate(tokenizer, **template_kwargs)
-    encoder = Encoder(template, settings, vocab_size or len(template.tokenizer))
-    result = run_pipeline(conversations, encoder, limit=limit)
+    result = run_pipeline(
+        conversations, Encoder(template, settings, vocab_size or len(template.tokenizer)), limit=limit
+    )
     counts = result.counts
-    rows_in_order = pa.concat_tables(result.rows.tables(result.order))
-    table = Dataset(rows_in_order, info=DatasetInfo(features=result.rows.features))
+    table = Dataset(pa.concat_tables(result.rows.tables(result.order)), info=DatasetInfo(features=result.rows.features))
     masks = pc.call_function("list_flatten", [table.data.table["loss_mask"]])
     trained = pc.call_function("sum", [masks]).as_py()
     text = (
@@ -404,7 +509,9 @@ def prepare(
         f"{trained} trained; dropped: {counts.why() or 'nothing'}"
     )
     if counts.omitted:
-        text += f"; left out of those that are kept: {counts.left_out()}"
+        text += "; left out of those that are kept: " + "; ".join(
+            f"{r['what']} in {r['conversations']} conversations (first: {r['first']})" for r in counts.omitted
+        )
     if counts.control:
         text += f"; {counts.spelled()}"
     table.info.description = text

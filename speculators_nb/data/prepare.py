@@ -27,9 +27,8 @@ from .chat_encoding import count_trained
 from .chat_template import ChatTemplate, fingerprint_template
 from .images import load_processor
 from .messages import brief
-from .pipeline import Encoder, Result, Settings, run_pipeline
+from .pipeline import Encoder, Located, Result, Settings, run_pipeline
 from .prepared_folder import Prepared, changes, load_prepared
-from .row_filter import Located
 from .sources import HELD_OUT, content_hash, files_of, hub_name, located, table_files
 from ..nn.target_head import verifier_config
 from ..verifier.folders import origin_of
@@ -63,90 +62,13 @@ def _hash_of(row):
         return brief(row)
 
 
-def _template_of(verifier, trust_remote_code, template_kwargs):
-    "The chat template, and the verifier's config (None: unknown)."
-    if not isinstance(verifier, (str, Path)):
-        return ChatTemplate(verifier, **template_kwargs), None
-    config = verifier_config(verifier, trust_remote_code)
-    processor = load_processor(verifier, trust_remote_code)
-    return ChatTemplate(processor, **template_kwargs), config
-
-
-def _existing(folder, origin, overwrite):
-    "The folder if it was made from the same; None if it is to be made."
-    old = origin_of(folder)
-    if old is None:
-        return None
-    # folders that were made before there was a choice have everything trained
-    changed = changes({"train_reasoning": True, "train_tool_calls": True} | old, origin)
-    if not changed:
-        return load_prepared(folder)
-    if not overwrite:
-        raise ValueError(
-            f"output_dir {str(folder)!r} was prepared from something else: "
-            f"{'; '.join(changed)}. Choose a new folder, or pass overwrite=True."
-        )
-    return None
-
-
-def _remove_leftovers(folder):
-    "Remove the temporary folders of runs that were killed."
-    stem, suffix = re.escape(folder.stem), re.escape(folder.suffix)
-    for left in folder.parent.glob(f".{folder.stem}.*"):
-        if re.fullmatch(rf"\.{stem}\.[0-9a-f]{{8}}{suffix}", left.name) and left.is_dir():
-            shutil.rmtree(left)
-
-
-def _paths(data):
-    "The files, folders and hub ids of a source."
-    sources = data if isinstance(data, (list, tuple)) else [data]
-    return [str(d) for d in sources if isinstance(d, (str, Path))]
-
-
 def _pictures(paths, folder, image_folder, allow_urls):
     "Where `resolve_images` looks for pictures, and where it stores them."
-    existing = [path for path in map(Path, paths) if path.exists()]
-    root = existing[0] if existing else Path(".")
+    root = next((path for path in map(Path, paths) if path.exists()), Path("."))
     return {
         "folder": image_folder or (root.parent if root.is_file() else root),
         "store": folder.with_name(f"{folder.name}-images"),
         "allow_urls": allow_urls,
-    }
-
-
-def _processors():
-    "How many processors this process may use."
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _record(paths, verifier, name, folder, result, settings):
-    "Provenance: the call, its inputs, the versions."
-    inputs = {f"data {i}" if i else "data": path for i, path in enumerate(paths)}
-    arguments = {
-        "data": paths or f"{result.counts.n['read']} conversations in memory",
-        "verifier": name,
-        "output_dir": str(folder),
-        **settings._asdict(),
-    }
-    return provenance("prepare_data", arguments, inputs | {"verifier": verifier})
-
-
-def _config(result, origin, settings, name, vocab_size):
-    "What `data_config.json` holds besides, with the fields of the upstream library."
-    return {
-        "model": {"target_model_path": name, "vocab_size": vocab_size},
-        "data": {
-            "num_samples": len(result.lengths),
-            "num_tokens": int(result.lengths.sum()),
-            "seq_length": settings.max_length,
-            "seed": settings.seed,
-        },
-        "split": result.split,
-        "origin": origin,
-        "report": result.report(),
-        "format": {"schema": {"input_ids": ["seq"], "loss_mask": ["seq"], "seq_len": []}},
     }
 
 
@@ -174,9 +96,13 @@ def write_table(folder: Path, result: Result, fingerprint: str) -> dict[int, int
 
 
 def _write(folder, result: Result, config, tokenizer):
-    "Everything at once, or nothing."
+    "Everything at once, or nothing. Temporary folders of runs that were killed are removed."
+    place = folder.absolute()
+    left = re.compile(rf"\.{re.escape(place.stem)}\.[0-9a-f]{{8}}{re.escape(place.suffix)}")
+    for path in place.parent.glob(f".{place.stem}.*"):
+        if left.fullmatch(path.name) and path.is_dir():
+            shutil.rmtree(path)
     fingerprint = hashlib.sha256(json.dumps(config["origin"]).encode()).hexdigest()[:16]
-    text = json.dumps(config, indent=1, ensure_ascii=False)
     with atomic_folder(folder) as tmp:
         freq = write_table(tmp, result, fingerprint)
         with open(tmp / "sample_lengths.json", "w", encoding="utf-8") as file:
@@ -191,41 +117,44 @@ def _write(folder, result: Result, config, tokenizer):
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
         (tmp / "token_freq.json").write_text(json.dumps(freq), encoding="utf-8")
         torch.save(freq, tmp / "token_freq.pt")  # numbers; for the upstream library
+        text = json.dumps(config, indent=1, ensure_ascii=False)
         (tmp / "data_config.json").write_text(text, "utf-8", "backslashreplace")
 
 
-def _open_or_make(data, verifier, encoder, vocab_size, folder, pictures, num_proc, overwrite):
-    "The folder if it is there and was made from the same, or else a new one."
+def _make(folder, data, paths, encoder, verifier, vocab_size, origin, num_proc):
+    "Make the folder: of data, which has these paths, for the verifier of this path, if it has one."
     template, settings = encoder.template, encoder.settings
-    data_hash, readable = fingerprint_data(data)
-    origin = {"data": data_hash, "tokenizer": fingerprint_template(template)}
-    origin |= settings._asdict()
-    place = folder.absolute()
-    with disk_errors(folder):
-        place.parent.mkdir(parents=True, exist_ok=True)
-    with disk_errors(folder), FileLock(place.with_name(f".{folder.name}.lock")):
-        prepared = _existing(folder, origin, overwrite)
-        if prepared is not None:
-            return prepared
-        _remove_leftovers(place)
-        paths = _paths(data)
-        pictures = _pictures(paths, place, *pictures)
-        processes = num_proc or min(_processors(), 8)
-        encoder = encoder._replace(pictures=pictures)
-        with tempfile.TemporaryFile(dir=place.parent) as file:
-            result = run_pipeline(readable, encoder, processes, file=file)
-            if result.counts.control:
-                log.warning("prepare: %s", result.counts.spelled())
-            for excess in result.beyond:
-                text = excess.text(first=result.first_beyond)
-                log.warning("prepare: %s. %s", text, excess.remedy)
-            path = verifier if isinstance(verifier, (str, Path)) else None
-            name = str(path or template.name)
-            record = _record(paths, path, name, folder, result, settings)
-            config = _config(result, origin, settings, name, vocab_size)
-            config = {"version": "3.0"} | record | config
-            _write(folder, result, config, template.tokenizer)
-        return load_prepared(folder)
+    with tempfile.TemporaryFile(dir=folder.absolute().parent) as file:
+        result = run_pipeline(data, encoder, num_proc, file=file)
+        if result.counts.control:
+            log.warning("prepare: %s", result.counts.spelled())
+        for excess in result.beyond:
+            log.warning("prepare: %s. %s", excess.text(first=result.first_beyond), excess.remedy)
+        name = str(verifier or template.name)
+        record = provenance(
+            "prepare_data",
+            {
+                "data": paths or f"{result.counts.n['read']} conversations in memory",
+                "verifier": name,
+                "output_dir": str(folder),
+                **settings._asdict(),
+            },
+            {f"data {i}" if i else "data": path for i, path in enumerate(paths)} | {"verifier": verifier},
+        )
+        config = {  # with the fields of the upstream library
+            "model": {"target_model_path": name, "vocab_size": vocab_size},
+            "data": {
+                "num_samples": len(result.lengths),
+                "num_tokens": int(result.lengths.sum()),
+                "seq_length": settings.max_length,
+                "seed": settings.seed,
+            },
+            "split": result.split,
+            "origin": origin,
+            "report": result.counts.report(len(result.order), result.beyond),
+            "format": {"schema": {"input_ids": ["seq"], "loss_mask": ["seq"], "seq_len": []}},
+        }
+        _write(folder, result, {"version": "3.0"} | record | config, template.tokenizer)
 
 
 def prepare_data(
@@ -280,14 +209,41 @@ def prepare_data(
             "what is measured on them was trained; leave dedup on",
             val_fraction,
         )
-    template, config = _template_of(verifier, trust_remote_code, settings.template_kwargs)
+    path, config, owner = None, None, verifier
+    if isinstance(verifier, (str, Path)):
+        path, config = verifier, verifier_config(verifier, trust_remote_code)
+        owner = load_processor(verifier, trust_remote_code)
+    template = ChatTemplate(owner, **settings.template_kwargs)
     vocab_size = config.get_text_config().vocab_size if config else None
-    limits = RowLimits.of(config) if config else RowLimits()
-    size = vocab_size or len(template.tokenizer)
-    encoder = Encoder(template, settings, size, limits=limits)
-    folder = Path(output_dir)
-    pictures = (image_folder, allow_urls)
-    prepared = _open_or_make(data, verifier, encoder, vocab_size, folder, pictures, num_proc, overwrite)
+    data_hash, readable = fingerprint_data(data)
+    origin = {"data": data_hash, "tokenizer": fingerprint_template(template)} | settings._asdict()
+    folder, sources = Path(output_dir), data if isinstance(data, (list, tuple)) else [data]
+    paths = [str(d) for d in sources if isinstance(d, (str, Path))]
+    place = folder.absolute()
+    encoder = Encoder(
+        template,
+        settings,
+        vocab_size or len(template.tokenizer),
+        _pictures(paths, place, image_folder, allow_urls),
+        RowLimits.of(config) if config else RowLimits(),
+    )
+    if num_proc is None:
+        num_proc = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        num_proc = min(num_proc, 8)
+    with disk_errors(folder):
+        place.parent.mkdir(parents=True, exist_ok=True)
+    with disk_errors(folder), FileLock(place.with_name(f".{place.name}.lock")):
+        old = origin_of(folder)
+        # folders that were made before there was a choice have everything trained
+        changed = old and changes({"train_reasoning": True, "train_tool_calls": True} | old, origin)
+        if changed and not overwrite:
+            raise ValueError(
+                f"output_dir {str(folder)!r} was prepared from something else: "
+                f"{'; '.join(changed)}. Choose a new folder, or pass overwrite=True."
+            )
+        if old is None or changed:
+            _make(folder, readable, paths, encoder, path, vocab_size, origin, num_proc)
+        prepared = load_prepared(folder)
     if draft_vocab_size:
         prepared.add_vocab_mapping(draft_vocab_size, vocab_size)
     return prepared

@@ -4,7 +4,8 @@ It may have our layout or the upstream library's."""
 import json
 import operator
 import os
-from functools import cached_property
+from collections.abc import Iterator
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -241,20 +242,21 @@ class Prepared:
         column: Any = self.rows.with_format("arrow")["seq_len"]
         return column.to_numpy().astype(np.int64)
 
+    def arrays(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        "The rows, training rows first: input_ids [n], loss_mask [n] bool."
+        flat: Any = partial(pc.call_function, "list_flatten")
+        columns: Any = self.rows.select_columns(["input_ids", "loss_mask"])
+        for batch in columns.with_format("arrow").iter(1000):
+            lengths = pc.call_function("list_value_length", [batch["input_ids"]]).to_numpy()
+            ids = flat([batch["input_ids"]]).to_numpy()
+            mask = flat([batch["loss_mask"]]).to_numpy(zero_copy_only=False).astype(bool)
+            ends = lengths.cumsum()[:-1]
+            yield from zip(np.split(ids, ends), np.split(mask, ends))
+
     @cached_property
     def trained(self) -> np.ndarray:  # [rows] tokens inside the mask
         "Trained tokens of each row."
-        masks = self.rows.select_columns(["loss_mask"]).with_format("arrow")
-        table: Any  # of Arrow
-        counts = [np.zeros(0, np.int64)]
-        for table in masks.iter(1000):
-            column = table["loss_mask"].combine_chunks()
-            flat = pc.call_function("list_flatten", [column]).to_numpy(zero_copy_only=False)
-            before = np.concatenate([[0], flat.astype(bool).cumsum()])
-            lengths = pc.call_function("list_value_length", [column]).to_numpy()
-            ends = lengths.cumsum()
-            counts.append(before[ends] - before[ends - lengths])
-        return np.concatenate(counts)
+        return np.array([np.count_nonzero(mask) for _, mask in self.arrays()], np.int64)
 
     @cached_property
     def token_freq(self) -> dict[int, int]:

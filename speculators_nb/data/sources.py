@@ -1,6 +1,7 @@
 """Reading conversations: JSONL, JSON and Parquet files, folders, Arrow tables, the hub, memory; streaming, with
 bounded memory. A bad line is counted, a wrong file is an error; a conversation has its place, and a hash."""
 
+import contextlib
 import gzip
 import hashlib
 import io
@@ -23,6 +24,7 @@ if TYPE_CHECKING:  # imported where a table is opened, not where a name is looke
 
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 LINE = 32 << 20  # bytes of a line, or characters of an item of a list, that are read at most
+PIECE = 1 << 20  # characters of a list that are read at once, or more
 TOO_LONG = f"longer than {LINE >> 20} MiB; split the conversation"
 
 
@@ -68,20 +70,6 @@ def _odd(error):
     return BadRow("a number of thousands of digits")
 
 
-def _parse(text, decoder):
-    "One conversation from one line, or a BadRow."
-    text = text.strip()
-    try:
-        value, end = decoder.value(text)
-    except json.JSONDecodeError as e:
-        return BadRow("not JSON", detail=f"{e.msg}: column {e.colno}")
-    except (ValueError, RecursionError) as e:
-        return _odd(e)
-    if end < len(text):
-        return BadRow("not JSON", detail=f"more after its end, at column {end + 1}")
-    return as_row(value)
-
-
 def read_lines(file) -> Iterator[tuple[bytes, bool]]:
     """Lines of at most `LINE` bytes, with their end, and whether each is whole: the rest of a longer one is passed
     over, and not kept. The file is open for reading bytes."""
@@ -93,46 +81,30 @@ def read_lines(file) -> Iterator[tuple[bytes, bool]]:
             pass
 
 
-_DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error)  # what a damaged gzip file raises
+def _read_lines(file):
+    "(place, row or BadRow) of one conversation a line."
+    decoder = _Decoder()
+    for n, (raw, whole) in enumerate(read_lines(file), 1):
+        try:
+            text = raw.decode("utf-8-sig").strip() if whole else ""
+            if text or not whole:
+                yield f"line {n}", _parsed(decoder, text) if whole else BadRow(TOO_LONG)
+        except UnicodeDecodeError as e:
+            yield f"line {n}", BadRow("not UTF-8", detail=f"{e.reason} at byte {e.start}")
+        del raw  # before the next is read
 
 
-def _damaged(path, n, error):
-    return ValueError(f"{path}, after line {n}: the compressed file is cut off or damaged ({error}). Copy it again.")
-
-
-def _open(path) -> gzip.GzipFile | io.BufferedReader:
-    return gzip.GzipFile(path, "rb") if path.suffix == ".gz" else open(path, "rb")
-
-
-def _check_start(path, raw):
-    "ValueError for a text that is something else."
-    if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        raise ValueError(f"{path}, line 1: begins like UTF-16, expected UTF-8. Convert it: iconv -f UTF-16 -t UTF-8")
-    if len(raw) >= 64 and not raw[:64].strip(b"\0"):
-        raise ValueError(f"{path}, line 1: begins with zero bytes, expected text. Copy the file again.")
-    if raw[:2] == b"\x1f\x8b":
-        raise ValueError(f"{path}: is compressed by gzip; give it a name that ends in .gz")
-
-
-def _decode(raw):
+def _parsed(decoder, text):
+    "One conversation from one line, or a BadRow."
     try:
-        return raw.decode("utf-8-sig")
-    except UnicodeDecodeError as e:
-        return BadRow("not UTF-8", detail=f"{e.reason} at byte {e.start}")
-
-
-def _lines(path):
-    "(number, text or BadRow) of each line."
-    n = 0
-    try:
-        with read_errors(path), _open(path) as file:
-            for n, (raw, whole) in enumerate(read_lines(file), 1):
-                if n == 1:
-                    _check_start(path, raw)
-                yield n, _decode(raw) if whole else BadRow(TOO_LONG)
-                del raw
-    except _DAMAGED as e:
-        raise _damaged(path, n, e) from None
+        value, end = decoder.value(text)
+    except json.JSONDecodeError as e:
+        return BadRow("not JSON", detail=f"{e.msg}: column {e.colno}")
+    except (ValueError, RecursionError) as e:
+        return _odd(e)
+    if end < len(text):
+        return BadRow("not JSON", detail=f"more after its end, at column {end + 1}")
+    return as_row(value)
 
 
 _BLANK = re.compile(r"[ \t\r\n]*")
@@ -154,7 +126,7 @@ class _Text:
         self.text, self.at = self.text[self.at :], 0
         n = len(self.text)
         try:
-            piece = self.file.read(min(max(1 << 20, n), max(LINE + 1 - n, 1)))
+            piece = self.file.read(min(max(PIECE, n), max(LINE + 1 - n, 1)))
         except UnicodeDecodeError as e:
             raise self.error(f"not UTF-8 ({e.reason})", n) from None
         self.text += piece
@@ -195,20 +167,27 @@ class _Text:
         )
 
 
-class _Lines(Exception):
-    "A .json file turned out to hold one conversation a line."
-
-
-def _read_list(path, text):
-    "(where, row) of the items of a list, whose bracket was read."
-    n, messages, size, sign = 0, None, 0, text.peek()
+def _read_json(path, file):
+    "(place, row) of a list of conversations, or of one; returns whether the file holds lines instead."
+    text, n, messages, size = _Text(path, file), 0, None, 0
+    sign = text.peek()
+    if not sign:
+        raise ValueError(f"{path}: is empty, expected one list of conversations")
+    if sign != "[":
+        row = text.value() if sign == "{" else None
+        if row is None or text.peek():
+            return True
+        yield "item 0", as_row(row)
+        return False
+    text.at += 1
+    sign = text.peek()
     text.at += sign == "]"
     while sign != "]":
         begin, value = text.start + text.at, text.value()
         if n == 0 and isinstance(value, dict) and {"role", "from"} & value.keys():
-            messages = []
+            messages = []  # the list is one conversation
         if messages is None:
-            yield f"{path}, item {n}", as_row(value)
+            yield f"item {n}", as_row(value)
         else:
             messages.append(value)
             size += text.start + text.at - begin
@@ -221,36 +200,14 @@ def _read_list(path, text):
     if text.peek():
         if n and messages is None:
             raise text.error("there is more after the end of the list", text.at)
-        raise _Lines
+        return True
     if messages is not None:
-        twice = next((m for m in messages if isinstance(m, BadRow)), None)
-        yield f"{path}, item 0", twice or {"messages": messages}
-
-
-def _read_json(path):
-    "(where, row) of a list, or of one conversation. `_Lines`: the file holds lines."
-    text = None
-    try:
-        with read_errors(path), _open(path) as file:
-            _check_start(path, file.peek(64))
-            text = _Text(path, file)
-            first = text.peek()
-            if not first:
-                raise ValueError(f"{path}: is empty, expected one list of conversations")
-            if first == "[":
-                text.at += 1
-                yield from _read_list(path, text)
-                return
-            row = text.value() if first == "{" else None
-            if row is None or text.peek():
-                raise _Lines
-            yield f"{path}, item 0", as_row(row)
-    except _DAMAGED as e:
-        raise _damaged(path, text.line if text else 0, e) from None
+        yield "item 0", next((m for m in messages if isinstance(m, BadRow)), {"messages": messages})
+    return False
 
 
 def _read_parquet(path):
-    "(where, row) of a Parquet file."
+    "(place, row) of a Parquet file."
     import pyarrow.parquet as pq
 
     n = 0
@@ -260,7 +217,7 @@ def _read_parquet(path):
             widest = max((g.total_byte_size // max(g.num_rows, 1) for g in groups), default=0)
             for batch in file.iter_batches(max(1, min(256, LINE // max(widest, 1)))):
                 for row in batch.to_pylist():
-                    yield f"{path}, row {(n := n + 1)}", row
+                    yield f"row {(n := n + 1)}", row
     except Exception as e:  # pyarrow has many kinds; its OSError for damage has no number
         if isinstance(e, OSError) and e.errno:
             raise
@@ -268,35 +225,49 @@ def _read_parquet(path):
         raise ValueError(f"{path}, after row {n}: damaged, or no Parquet file ({why}). Copy it again.") from None
 
 
-def _rows_of(path):
-    "(where, row or BadRow) of each conversation in one file."
+@contextlib.contextmanager
+def _open(path):
+    "A file of text, unpacked. ValueError: it begins like something else."
+    with gzip.GzipFile(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
+        raw = file.peek(64)
+        if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
+            raise ValueError(
+                f"{path}, line 1: begins like UTF-16, expected UTF-8. Convert it: iconv -f UTF-16 -t UTF-8"
+            )
+        if len(raw) >= 64 and not raw[:64].strip(b"\0"):
+            raise ValueError(f"{path}, line 1: begins with zero bytes, expected text. Copy the file again.")
+        if raw[:2] == b"\x1f\x8b":
+            raise ValueError(f"{path}: is compressed by gzip; give it a name that ends in .gz")
+        yield file
+
+
+def read_rows(path):
+    "(place, row or BadRow) of each conversation in one file."
     if path.suffix == ".parquet":
         yield from _read_parquet(path)
         return
     if path.name.endswith((".json", ".json.gz")):
-        try:
-            yield from _read_json(path)
-            return
-        except _Lines:
-            pass
-    decoder = _Decoder()
-    for n, text in _lines(path):
-        if isinstance(text, BadRow):
-            yield f"{path}, line {n}", text
-        elif text.strip():
-            yield f"{path}, line {n}", _parse(text, decoder)
+        with _open(path) as file:
+            if not (yield from _read_json(path, file)):
+                return
+    with _open(path) as file:
+        yield from _read_lines(file)
 
 
 def read_file(path: Path) -> Iterator[tuple[str, dict | BadRow]]:
     "(file and line, conversation) of each conversation in a file. ValueError: it is not what it claims to be."
-    n, bad, first = 0, 0, None
-    for where, row in _rows_of(path):
-        # a file name may be any bytes
-        where = where.encode("utf-8", "backslashreplace").decode()
-        n += 1
-        if isinstance(row, BadRow):
-            bad, first = bad + 1, first or f"{where}: {row}"
-        yield where, row
+    n, bad, first, place = 0, 0, None, "line 0"
+    shown = str(path).encode("utf-8", "backslashreplace").decode()  # a file name may be any bytes
+    try:
+        with read_errors(path):
+            for n, (place, row) in enumerate(read_rows(path), 1):
+                if isinstance(row, BadRow):
+                    bad, first = bad + 1, first or f"{shown}, {place}: {row}"
+                yield f"{shown}, {place}", row
+    except (EOFError, gzip.BadGzipFile, zlib.error) as e:
+        raise ValueError(
+            f"{path}, after {place}: the compressed file is cut off or damaged ({e}). Copy it again."
+        ) from None
     if bad and (bad == n or bad > max(10, n / 10)):
         raise ValueError(
             f"{path}: {bad} of {n} conversations cannot be read, so this is no file "
@@ -502,37 +473,32 @@ def read_conversations(
         yield row
 
 
-def _lines_or_rows(path):
-    "Conversations in a file; None: it must be parsed for that."
-    if path.suffix == ".parquet":
-        import pyarrow.parquet as pq
-
-        return pq.read_metadata(path).num_rows
-    if path.suffix != ".jsonl":
-        return None
-    with open(path, "rb") as file:
-        return sum(bool(line.strip()) for line, whole in read_lines(file))
-
-
 def conversation_count(data: str | Path | Iterable, limit: int | None = None) -> int | None:
     """How many conversations a source of `read_conversations` holds, bad ones included, `limit` at most. None: it is
     not known before all are read."""
     try:
         if not isinstance(data, (str, Path)):
             named = isinstance(data, list) and any(isinstance(r, (str, Path)) for r in data)
-            counts = [len(data) if isinstance(data, Sized) and not named else None]
-        elif hub_name(data):
-            counts = [None]
+            if named or not isinstance(data, Sized):
+                return None
+            n = len(data)
         elif (Path(data) / "state.json").is_file():
-            counts = [len(load_table(data))]
+            n = len(load_table(data))
         else:
-            counts = [_lines_or_rows(path) for path in files_of(data) or []]
+            files, n = files_of(data), 0
+            if files is None or not all(path.suffix in (".jsonl", ".parquet") for path in files):
+                return None
+            for path in files:
+                if path.suffix == ".parquet":
+                    import pyarrow.parquet as pq
+
+                    n += pq.read_metadata(path).num_rows
+                    continue
+                with open(path, "rb") as file:
+                    n += sum(bool(line.strip()) for line, _ in read_lines(file))
     except (OSError, ValueError):  # `located` names what is wrong
         return None
-    known = [n for n in counts if n is not None]
-    if len(known) < len(counts):
-        return None
-    return sum(known) if limit is None else min(sum(known), limit)
+    return n if limit is None else min(n, limit)
 
 
 def content_hash(row: dict | list) -> str:

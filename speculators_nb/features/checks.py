@@ -13,48 +13,31 @@ from .feature_rows import FeatureRows
 log = logging.getLogger(__name__)
 
 
-def _size_problems(recorded, config):
-    "Sizes in the record that are not the verifier's."
-    for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
-        ours = getattr(config, name)
-        if recorded.get(name) not in (None, ours):
-            yield f"{name} is recorded as {recorded[name]!r}, the verifier has {ours}"
-
-
-def _layer_problems(layers, n):
-    "Layer ids that the verifier with n layers does not have, or a last one that is not n."
-    if beyond := [i for i in layers if i > n]:
-        yield f"layer_ids has {beyond}, the verifier has layers 0 to {n}"
-    elif layers and layers[-1] != n:
-        yield f"layer_ids is {layers}, its last must be {n}, the stream before the final norm"
-
-
-def _same_weights(recorded, ours):
-    """Whether the features are of these weights; None: not known. A server records the
-    checkpoint's fingerprint as its only one."""
-    if recorded.get("fingerprint") and recorded["fingerprint"] == ours.get("checkpoint"):
-        return True
-    same = [ours[k] == recorded[k] for k in ours if ours[k] and recorded.get(k)]
-    return any(same) if same else None
-
-
 def record_problems(data: FeatureRows, verifier: str | os.PathLike) -> list[str]:
     "What is recorded of the features and does not fit a verifier (folder or hub id); empty: all of it fits."
-    info = VerifierInfo.of(verifier)
-    recorded = data.made_by
-    layers = list(data.layer_ids or ())
-    found = [*_size_problems(recorded, info.text), *_layer_problems(layers, info.text.num_hidden_layers)]
+    info, recorded, found = VerifierInfo.of(verifier), data.made_by, []
+    for name in ("hidden_size", "num_hidden_layers", "vocab_size"):
+        ours = getattr(info.text, name)
+        if recorded.get(name) not in (None, ours):
+            found.append(f"{name} is recorded as {recorded[name]!r}, the verifier has {ours}")
+    layers, n = list(data.layer_ids or ()), info.text.num_hidden_layers
+    if beyond := [i for i in layers if i > n]:
+        found.append(f"layer_ids has {beyond}, the verifier has layers 0 to {n}")
+    elif layers and layers[-1] != n:
+        found.append(f"layer_ids is {layers}, its last must be {n}, the stream before the final norm")
     ours = {"fingerprint": info.fingerprint}
     if (Path(info) / "config.json").is_file():
         ours["checkpoint"] = checkpoint_fingerprint(info)
-    same = _same_weights(recorded, ours)
-    if same is False:
+    same = [ours[k] == recorded[k] for k in ours if ours[k] and recorded.get(k)]
+    if recorded.get("fingerprint"):  # a server records the checkpoint's fingerprint as its only one
+        same += [True] if recorded["fingerprint"] == ours.get("checkpoint") else []
+    if not same:
+        log.warning("%s: whether these features are of %s is not recorded, and was not checked", data.where, verifier)
+    elif not any(same):
         found.append(
             f"the fingerprint of its weights is recorded as {recorded['fingerprint']}, the "
             f"verifier's is {ours['fingerprint'] or ours['checkpoint']}"
         )
-    elif same is None:
-        log.warning("%s: whether these features are of %s is not recorded, and was not checked", data.where, verifier)
     return found
 
 

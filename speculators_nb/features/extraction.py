@@ -24,6 +24,7 @@ import torch
 from ..core.files import read_object, writable_folder
 from ..core.http_client import Endpoint, EndpointError
 from ..core.options import MooncakeAddress, mooncake_address, shown
+from ..data.chat_template import common_prefix
 from ..jobs.servers import ServerPool, addresses_of, is_servers_fault
 from ..verifier.identity import checkpoint_fingerprint
 from .feature_rows import FeatureError, decode_row, read_features
@@ -77,26 +78,19 @@ def _is_file(path: Path) -> bool:
     return True
 
 
-def _open_lock(lock):
-    "A file descriptor of the writer's lock; None: it is gone. ReplyError: it is not readable."
-    try:
-        return os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return None
-    except OSError as e:
-        raise ReplyError(
-            lock, f"{e.strerror}: run the server and this client as one user, or with a umask that lets both read", True
-        ) from None
-
-
 def _wait_for_lock(lock, deadline):
     """Whether the writer has released its lock; False where the file system has no locks, or
     the lock is gone. ReplyError: it is still held at the deadline, or not readable."""
     import fcntl  # Unix alone has it, as it alone has vLLM; training is imported everywhere
 
-    fd = _open_lock(lock)
-    if fd is None:
+    try:
+        fd = os.open(lock, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
         return False
+    except OSError as e:
+        raise ReplyError(
+            lock, f"{e.strerror}: run the server and this client as one user, or with a umask that lets both read", True
+        ) from None
     try:
         while True:
             try:
@@ -145,16 +139,6 @@ def request_name() -> str:  # unique; contains host and process
     return f"hs-{HOST}-{os.getpid()}-{secrets.token_hex(6)}"
 
 
-def _is_running(pid):
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
-
-
 def sweep(storage) -> int:
     """Delete what killed clients have left in the shared folder: requests of ended processes of this host, and those of
     others that are older than an hour. Returns how many files."""
@@ -167,27 +151,22 @@ def sweep(storage) -> int:
         with contextlib.suppress(OSError):  # deleted already, or not ours to delete
             status = path.lstat()
             old = time.time() - status.st_mtime > 3600
-            abandoned = not _is_running(pid) if host == HOST else old
+            abandoned = old
+            if host == HOST:
+                try:
+                    os.kill(pid, 0)
+                    abandoned = False
+                except OSError as e:  # of another user: it runs
+                    abandoned = not isinstance(e, PermissionError)
             if abandoned and stat.S_ISREG(status.st_mode):
                 path.unlink()
                 deleted += 1
     return deleted
 
 
-def read_record(file: Path) -> dict | None:
-    """What a server extracts (model, layer_ids), from extraction.json in its folder as `say_what_is_served` writes it;
-    None: there is no file. ValueError: it is not so."""
-    if not file.is_file():
-        return None
-    record = read_object(file)
-    ids, model = (record.get(name) if isinstance(record, dict) else None for name in ("layer_ids", "model"))
-    are_ids = isinstance(ids, list) and all(type(i) is int for i in ids)
-    if not are_ids or not ids or not isinstance(model, str):
-        raise ValueError(
-            f"{file}: needs model, a name, and layer_ids, a list of integers; it holds "
-            f"{str(record)[:100]!r}. Start the server again: it writes the file"
-        )
-    return record
+def _are_layers(ids) -> bool:
+    "Whether ids are a list of integers that is not empty."
+    return isinstance(ids, list) and bool(ids) and all(type(i) is int for i in ids)
 
 
 class FolderStates:
@@ -205,8 +184,18 @@ class FolderStates:
         sweep(self.folder)
 
     def served(self, ask=None) -> dict | None:
-        "What the server extracts, as it has written it: see `read_record`."
-        return read_record(self.record)
+        """What the server extracts (model, layer_ids), from extraction.json as `say_what_is_served` writes it; None:
+        there is no file. ValueError: it is not so."""
+        if not self.record.is_file():
+            return None
+        record = read_object(self.record)
+        ids, model = (record.get(name) if isinstance(record, dict) else None for name in ("layer_ids", "model"))
+        if not _are_layers(ids) or not isinstance(model, str):
+            raise ValueError(
+                f"{self.record}: needs model, a name, and layer_ids, a list of integers; it holds "
+                f"{str(record)[:100]!r}. Start the server again: it writes the file"
+            )
+        return record
 
     def note(self, params, request):
         "Not needed: `delete` finds the files by the request's name."
@@ -396,9 +385,8 @@ class MooncakeStates:
         finally:
             self.delete(name)
         metadata = manifest_of(params, name)["metadata"]
-        ids, model = metadata.get("layer_ids"), metadata.get("model")
-        is_known = isinstance(ids, list) and ids and all(type(i) is int for i in ids)
-        return {"model": model, "layer_ids": ids} if is_known else None
+        ids = metadata.get("layer_ids")
+        return {"model": metadata.get("model"), "layer_ids": ids} if _are_layers(ids) else None
 
 
 def states_in(storage) -> FolderStates | MooncakeStates:
@@ -460,22 +448,6 @@ def _at(value, *keys):
     return value
 
 
-def _served_model(endpoint: Endpoint, model: str | None) -> tuple[str, str]:
-    "Errors: ValueError for a name that is not served."
-    served: Any = endpoint.served()
-    names = [m["id"] for m in served]
-    if not names:
-        raise EndpointError(f"{endpoint.url}: serves no model; is it still starting?")
-    if model not in (None, *names):
-        raise ValueError(
-            f"model={model!r}: {endpoint.url} serves {', '.join(names)}; name one of them, or leave model out"
-        )
-    chosen = next(m for m in served if model in (None, m["id"]))
-    name, root = chosen["id"], chosen.get("root")
-    is_path = isinstance(root, str) and root.isprintable() and root
-    return name, root if is_path else name
-
-
 class RowRefused(ReplyError):
     "A server refuses a row; another server of the same model would refuse it, too."
 
@@ -497,7 +469,17 @@ class HiddenStatesClient:
         self.storage = storage
         self.place = states_in(storage)
         self.timeout = timeout
-        self.model, self.root = _served_model(self.endpoint, model)
+        served: Any = self.endpoint.served()
+        names = [m["id"] for m in served]
+        if not names:
+            raise EndpointError(f"{self.endpoint.url}: serves no model; is it still starting?")
+        if model not in (None, *names):
+            raise ValueError(
+                f"model={model!r}: {self.endpoint.url} serves {', '.join(names)}; name one of them, or leave model out"
+            )
+        chosen = next(m for m in served if model in (None, m["id"]))
+        self.model, root = chosen["id"], chosen.get("root")
+        self.root: str = root if isinstance(root, str) and root.isprintable() and root else self.model
         self.layer_ids = self._checked_layers(layer_ids)
 
     def _ask(self, name):
@@ -534,10 +516,6 @@ class HiddenStatesClient:
             fingerprint = checkpoint_fingerprint(self.root)
         return {"target_model_path": self.root, "fingerprint": fingerprint}
 
-    def _final(self, reason):
-        "An error that another attempt would not mend."
-        return ReplyError(self.endpoint.url, reason, True)
-
     def _post(self, path, body):
         "The reply, and the token ids that the server reports as its prompt."
         reply = self.endpoint.post(path, body)
@@ -561,24 +539,27 @@ class HiddenStatesClient:
         "States of one row, checked. ReplyError, FeatureError, EndpointError."
         reply, prompt_ids = self._post_row(name, ids, messages)
         if not isinstance(prompt_ids, list):
-            raise self._final("the reply has no prompt_token_ids; is this vLLM?")
+            raise ReplyError(self.endpoint.url, "the reply has no prompt_token_ids; is this vLLM?", True)
         if prompt_ids != ids:
-            pairs = enumerate(zip(prompt_ids, ids))
-            shorter = min(len(prompt_ids), len(ids))
-            first = next((i for i, (x, y) in pairs if x != y), shorter)
-            raise self._final(
+            first = common_prefix(prompt_ids, ids)
+            raise ReplyError(
+                self.endpoint.url,
                 f"the server read other tokens than the row's: {len(prompt_ids)} instead of "
-                f"{len(ids)}, first difference at position {first}"
+                f"{len(ids)}, first difference at position {first}",
+                True,
             )
         params: Any = _at(reply, "kv_transfer_params")
         if not (_at(params, "hidden_states_path") or _at(params, "handle")):
-            raise self._final(
+            raise ReplyError(
+                self.endpoint.url,
                 "the reply names no file (kv_transfer_params is empty): start the server by "
-                "`speculators-nb serve VERIFIER --hidden-states FOLDER`"
+                "`speculators-nb serve VERIFIER --hidden-states FOLDER`",
+                True,
             )
         states = self.place.collect(params, name, ids, min(self.timeout, 60))
         if states.shape[1] != len(self.layer_ids):
-            raise self._final(f"the server sends {states.shape[1]} layers, expected {self.layer_ids}")
+            reason = f"the server sends {states.shape[1]} layers, expected {self.layer_ids}"
+            raise ReplyError(self.endpoint.url, reason, True)
         return states
 
     def attempt(self, ids: list[int], messages: list | None = None) -> torch.Tensor:
@@ -628,27 +609,13 @@ def storages_of(storage: str | os.PathLike | Iterable, servers: int) -> list:
 
 
 class HiddenStatesPool(ServerPool[HiddenStatesClient]):
-    """Hidden states of rows, from several servers of one verifier; arguments as of `HiddenStatesClient`, `storage` as
-    in `storages_of`. NoServerLeft: none of them has answered for `patience` seconds."""
+    """Hidden states of rows, from several servers of one verifier, by what opens the client of each; a request is tried
+    `tries` times, each elsewhere. NoServerLeft: none of them has answered for `patience` seconds."""
 
-    def __init__(
-        self,
-        urls: Iterable[str],
-        storage: str | os.PathLike | Iterable,
-        layer_ids: list[int] | None = None,
-        model: str | None = None,
-        timeout: float = 600.0,
-        tries: int = 8,
-        patience: float = 120.0,
-    ):
-        addresses, self.tries = addresses_of(urls), tries
-        folders = storages_of(storage, len(addresses))
+    def __init__(self, opens: dict[str, Callable[[], HiddenStatesClient]], tries: int = 8, patience: float = 120.0):
+        self.tries = tries
         self.shape: tuple[int, ...] | None = None  # slots, hidden size
         self.models: dict[str, dict] = {}  # model folder or id -> what `about` says of it
-        opens = {
-            url: partial(HiddenStatesClient, url, folder, layer_ids, model, timeout, tries=1)
-            for url, folder in zip(addresses, folders)
-        }
         super().__init__(opens, self._identity, patience)
         self.layer_ids, self.origin = self.call(lambda c: (c.layer_ids, self._about(c)))
 
@@ -677,7 +644,7 @@ class HiddenStatesPool(ServerPool[HiddenStatesClient]):
     def _states(self, client, ids, messages):
         states = client.attempt(ids, messages)
         shape = tuple(states.shape[1:])
-        with self.changed:
+        with self.lock:
             self.shape = self.shape or shape
         if shape != self.shape:
             reason = f"states of {list(shape)} for a token, the rows before {list(self.shape)}"
@@ -694,10 +661,14 @@ def open_states(
     tries: int = 8,
     patience: float = 120.0,
 ) -> HiddenStatesClient | HiddenStatesPool:
-    """The client of one server, or of several. Arguments and errors: as of `HiddenStatesClient` and
-    `HiddenStatesPool`."""
+    """The client of one server, or of several, which must all serve the same. Arguments and errors: as of
+    `HiddenStatesClient` and `HiddenStatesPool`; storage as in `storages_of`."""
     urls = addresses_of(url)
-    if len(urls) > 1:
-        return HiddenStatesPool(urls, storage, layer_ids, model, timeout, tries, patience)
-    (folder,) = storages_of(storage, 1)
-    return HiddenStatesClient(urls[0], folder, layer_ids, model, timeout, tries)
+    folders = storages_of(storage, len(urls))
+    if len(urls) == 1:
+        return HiddenStatesClient(urls[0], folders[0], layer_ids, model, timeout, tries)
+    opens = {
+        url: partial(HiddenStatesClient, url, folder, layer_ids, model, timeout, tries=1)
+        for url, folder in zip(urls, folders)
+    }
+    return HiddenStatesPool(opens, tries, patience)

@@ -124,12 +124,8 @@ def check_origin(path: str | os.PathLike, config: dict) -> None:
     another dtype than `config` of `origin` says."""
     folder = Path(path).parent
     recorded = read_data_config(folder)
-    changed = []
-    for part, field in ORIGIN:
-        was, now = recorded.get(part, {}).get(field), config[part][field]
-        if was != now:
-            changed.append(f"{part}.{field} was {was}, is {now}")
-    if changed:
+    compared = [(f"{part}.{field}", recorded.get(part, {}).get(field), config[part][field]) for part, field in ORIGIN]
+    if changed := [f"{name} was {was}, is {now}" for name, was, now in compared if was != now]:
         raise ValueError(
             f"{folder} holds features of another origin: {'; '.join(changed)}. Choose a new folder, or delete this one"
         )
@@ -188,20 +184,17 @@ class FeatureFolder:
             log.warning("removed, its rows are made again: %s", e)
             e.path.unlink(missing_ok=True)
         files = row_files(self.path)
-        self.todo = [i for i in self.wanted if not (self._in_shard(i) or self._in_file(i, files))]
+        self.todo = [i for i in self.wanted if not self._is_stored(i, files)]
         self.writer: ShardWriter | None = None
         if shard_gb is not None:
             self.writer = ShardWriter(self.path, self.dtype, shard_gb)
 
-    def _in_shard(self, i):
-        return 0 < self.lengths[i] == self.shards.tokens_in(i)
-
-    def _in_file(self, i, files):
+    def _is_stored(self, i, files):
         "Whether a row is stored complete and of its tokens; the states are checked when they are read."
-        if i not in files:
-            return False
+        if 0 < self.lengths[i] == self.shards.tokens_in(i):
+            return True
         try:
-            return bool(read_features(feature_path(self.path, i), self.tokens[i], load=False))
+            return i in files and bool(read_features(feature_path(self.path, i), self.tokens[i], load=False))
         except FeatureError:
             return False
 

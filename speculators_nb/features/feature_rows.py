@@ -397,10 +397,8 @@ class ShardWriter:
         self.dtype = stored_dtype(dtype)
         self.limit = shard_gb * 1e9
         self.lock = threading.Lock()
-        self.states = torch.empty(0)  # [tokens of a shard, A+1, H]; filled from its beginning
-        self.rows: list[int] = []
-        self.starts, self.checksums = [0], []  # where rows begin in `states`; [n+1], [n]
-        self.others: dict[str, list[torch.Tensor]] = {}  # of each row: token_ids, scales of fp8
+        self.rows: list[tuple[int, str, dict[str, torch.Tensor]]] = []  # row, checksum, what is stored of it
+        self.nbytes = 0  # of their states
         writable_folder(self.folder)
 
     def write(self, i: int, states: torch.Tensor, token_ids) -> None:
@@ -408,34 +406,32 @@ class ShardWriter:
         shard's; DiskError: the disk is full, read-only or gone, and the rows of the shard that was to be written are
         lost."""
         tensors = encode_row(f"row {i}", states, token_ids, self.dtype)
-        states, checksum = tensors["hidden_states"], checksum_of(tensors)
+        checksum = checksum_of(tensors)
+        states = tensors["hidden_states"] = tensors["hidden_states"].clone()  # not a view of a whole batch
         with self.lock:
-            if self.rows and states.shape[1:] != self.states.shape[1:]:
-                its, other = (", ".join(map(str, x.shape[1:])) for x in (states, self.states))
-                raise FeatureError(f"row {i}", f"states [seq, {its}], the shard has [seq, {other}]")
-            if self.rows and self.starts[-1] + len(states) > len(self.states):
+            others = self.rows[0][2]["hidden_states"] if self.rows else states
+            size, its = (", ".join(map(str, x.shape[1:])) for x in (states, others))
+            if size != its:
+                raise FeatureError(f"row {i}", f"states [seq, {size}], the shard has [seq, {its}]")
+            if self.rows and self.nbytes + states.nbytes > self.limit:
                 self._write_shard()
-            if not self.rows:
-                most = int(self.limit // max(1, states[:1].nbytes))
-                self.states = torch.empty(max(most, len(states)), *states.shape[1:], dtype=self.dtype)
-            self.states[self.starts[-1] : self.starts[-1] + len(states)] = states
-            self.rows.append(i)
-            self.starts.append(self.starts[-1] + len(states))
-            self.checksums.append(int(checksum, 16))
-            for name in ("token_ids", SCALES[0]):
-                if name in tensors:
-                    self.others.setdefault(name, []).append(tensors[name])
+            self.rows.append((i, checksum, tensors))
+            self.nbytes += states.nbytes
 
     def _write_shard(self):
         "DiskError."
-        rows, self.rows = self.rows, []
-        index = {"rows": rows, "starts": self.starts, "checksums": self.checksums}
-        tensors = {name: torch.tensor(x, dtype=torch.long) for name, x in index.items()}
-        metadata = {"kind": KIND, "index": index_checksum(tensors)}
-        tensors |= {name: torch.cat(parts) for name, parts in self.others.items()}
-        tensors["hidden_states"] = self.states[: self.starts[-1]]
-        self.starts, self.checksums, self.others = [0], [], {}
-        save_tensors(tensors, self.folder / f"{secrets.token_hex(8)}.safetensors", metadata)
+        rows, self.rows, self.nbytes = self.rows, [], 0
+        starts = np.cumsum([0, *(len(tensors["token_ids"]) for _, _, tensors in rows)])
+        index = {"rows": [i for i, _, _ in rows], "starts": starts, "checksums": [int(crc, 16) for _, crc, _ in rows]}
+        out = {name: torch.tensor(x, dtype=torch.long) for name, x in index.items()}
+        metadata = {"kind": KIND, "index": index_checksum(out)}
+        first = rows[0][2]["hidden_states"]
+        states = torch.empty(int(starts[-1]), *first.shape[1:], dtype=first.dtype)
+        for start, (_, _, tensors) in zip(starts, rows):  # row by row: they are in memory once
+            row = tensors.pop("hidden_states")
+            states[start : start + len(row)] = row
+        out |= {name: torch.cat([tensors[name] for _, _, tensors in rows]) for name in rows[0][2]}
+        save_tensors(out | {"hidden_states": states}, self.folder / f"{secrets.token_hex(8)}.safetensors", metadata)
 
     def close(self) -> None:
         "Write the last shard. DiskError: the disk is full, read-only or gone."

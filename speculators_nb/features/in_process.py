@@ -1,7 +1,6 @@
 """Extraction of hidden states with a verifier (target model) in this process.
 They go to a folder, resumed after any interruption, or live into training."""
 
-import contextlib
 import logging
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -37,42 +36,12 @@ def token_batches(lengths, indices, max_tokens: int) -> list[list[int]]:
 log = logging.getLogger(__name__)
 
 
-@contextlib.contextmanager
-def _positions_end(verifier, rows):
-    "A lookup that fails beyond the verifier's learned positions becomes a ValueError."
-    try:
-        yield
-    except (IndexError, RuntimeError) as e:
-        longest, limits = max(map(len, rows)), RowLimits.of(verifier.model.config)
-        if not limits.exceeded(longest):
-            raise
-        raise ValueError(
-            f"a row of {longest} tokens: {type(verifier.model).__name__} has positions for "
-            f"{limits.context}; prepare with max_length={limits.context} (--max-length)"
-        ) from e
-
-
-def _stacked(verifier, out, dtype):
-    "[B, L, A+1, H] on the CPU: auxiliary layers, then the last."
+def _forward(verifier, ids, dtype, mask=None, inputs=None):
+    "States of rows [B, L] on the CPU, [B, L, A+1, H]: auxiliary layers, then the last."
+    mask = None if mask is None else mask.long().to(verifier.device)
+    out = verifier(ids.to(verifier.device), mask, want_logits=False, use_cache=False, inputs=inputs)
     states = torch.cat([out.hidden_states.to(dtype), out.last_hidden_states.to(dtype)], -1)
     return states.unflatten(-1, (-1, verifier.hidden_size)).cpu()
-
-
-def _text_states(verifier, rows, dtype):
-    "States of right-padded rows, one tensor for each."
-    tokens = [torch.as_tensor(row, dtype=torch.long) for row in rows]
-    ids = torch.nn.utils.rnn.pad_sequence(tokens, batch_first=True)
-    mask = torch.arange(ids.shape[1]) < torch.tensor([len(row) for row in rows])[:, None]
-    out = verifier(ids.to(verifier.device), mask.long().to(verifier.device), want_logits=False, use_cache=False)
-    return [s[: len(row)] for s, row in zip(_stacked(verifier, out, dtype), rows)]
-
-
-def _picture_states(verifier, row, dtype, inputs):
-    "States of one row with pictures."
-    ids = torch.as_tensor(row, dtype=torch.long)[None].to(verifier.device)
-    inputs = {k: v.to(verifier.device, verifier.dtype if v.is_floating_point() else None) for k, v in inputs.items()}
-    out = verifier(ids, want_logits=False, use_cache=False, inputs=inputs)
-    return _stacked(verifier, out, dtype)[0]
 
 
 def states_of(
@@ -83,15 +52,29 @@ def states_of(
 ) -> list[torch.Tensor]:  # [seq, A+1, H] per row, on the CPU
     """One forward pass over right-padded rows, without the head; a row with pictures has a
     forward pass of its own. Errors: ValueError for a row beyond learned positions."""
+    tokens = [torch.as_tensor(row, dtype=torch.long) for row in rows]
     inputs = inputs or [{}] * len(rows)
-    text = [i for i, x in enumerate(inputs) if not x]
-    states = {}
-    with _positions_end(verifier, rows):
+    text, states = [i for i, x in enumerate(inputs) if not x], {}
+    try:
         if text:
-            states = dict(zip(text, _text_states(verifier, [rows[i] for i in text], dtype)))
+            ids = torch.nn.utils.rnn.pad_sequence([tokens[i] for i in text], batch_first=True)
+            lengths = torch.tensor([len(tokens[i]) for i in text])
+            padded = _forward(verifier, ids, dtype, torch.arange(ids.shape[1]) < lengths[:, None])
+            states = {i: s[: len(tokens[i])] for i, s in zip(text, padded)}
         for i, x in enumerate(inputs):
             if x:
-                states[i] = _picture_states(verifier, rows[i], dtype, x)
+                given = {
+                    k: v.to(verifier.device, verifier.dtype if v.is_floating_point() else None) for k, v in x.items()
+                }
+                states[i] = _forward(verifier, tokens[i][None], dtype, inputs=given)[0]
+    except (IndexError, RuntimeError) as e:  # a lookup beyond the verifier's learned positions
+        longest, limits = max(map(len, rows)), RowLimits.of(verifier.model.config)
+        if not limits.exceeded(longest):
+            raise
+        raise ValueError(
+            f"a row of {longest} tokens: {type(verifier.model).__name__} has positions for "
+            f"{limits.context}; prepare with max_length={limits.context} (--max-length)"
+        ) from e
     return [states[i] for i in range(len(rows))]
 
 

@@ -113,11 +113,7 @@ def follow_order(loader: DataLoader) -> DataLoader:
 
 def without_states(dataset: Any, i: int) -> dict[str, torch.Tensor]:
     "Sample i, as from `sample_of`; where its source would have to compute it, with states of no channels."
-    if isinstance(dataset, Subset):
-        return without_states(dataset.dataset, dataset.indices[i])
-    if not getattr(dataset, "ahead", 0):
-        return dataset[i]
-    return tokens_of(dataset, i)
+    return tokens_of(dataset, i) if getattr(source_of(dataset), "ahead", 0) else dataset[i]
 
 
 def tokens_of(dataset: Any, i: int) -> dict[str, torch.Tensor]:

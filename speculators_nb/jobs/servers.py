@@ -2,6 +2,7 @@
 One that fails is left out for growing pauses, and taken back when it answers again."""
 
 import logging
+import math
 import os
 import threading
 import time
@@ -69,8 +70,7 @@ class Member(Generic[Client]):
     answered: int = 0  # requests so far
     failures: int = 0  # in a row
     trouble: str = "no answer yet"  # its last failure
-    due: float = 0.0  # when it is probed again, by time.monotonic
-    probing: bool = False  # a probe is in flight
+    due: float = 0.0  # when a request opens it again, by time.monotonic; infinite: one is at it
 
     def leave_out(self, error: Exception) -> None:
         "Leave it out for a pause that grows with its failures in a row."
@@ -81,7 +81,7 @@ class Member(Generic[Client]):
         self.due = time.monotonic() + pause(min(self.failures, 10))
 
 
-PROBE = 10.0  # seconds that a probe may take
+PROBE = 10.0  # seconds that it may take to open a server
 
 
 class ServerPool(Generic[Client]):
@@ -97,91 +97,73 @@ class ServerPool(Generic[Client]):
         self.patience = patience
         self.agreed: tuple[str, Any] | None = None  # the first server, and its identity
         self.none_since: float | None = None  # when the last server was left out
-        self.changed, self.process = threading.Condition(), os.getpid()
-        self._open_all()
+        self.lock, self.process = threading.Lock(), os.getpid()
+        with ThreadPoolExecutor(len(self.members)) as threads:
+            for error in [*threads.map(self._open, self.members)]:
+                if error and not is_servers_fault(error):
+                    raise error
 
     def __getstate__(self):
-        return {k: v for k, v in vars(self).items() if k != "changed"}
+        return {k: v for k, v in vars(self).items() if k != "lock"}
 
     def __setstate__(self, state):
         vars(self).update(state)
-        self.changed, self.process = threading.Condition(), os.getpid()
+        self.lock, self.process = threading.Lock(), os.getpid()
         for member in self.members:
-            member.in_flight, member.probing = 0, False
+            member.in_flight, member.due = 0, 0.0
 
-    def _check(self, url, client):
-        "ValueError: the server is not as the first one."
-        what = self.identity(client)
-        with self.changed:
-            self.agreed = self.agreed or (url, what)
-            first, agreed = self.agreed
-        if what != agreed:
-            raise ValueError(
-                f"server={url!r}: serves {what}, and {first} serves {agreed}; all servers of a job must serve the same"
-            )
-
-    def _open_all(self):
-        "Errors: those of `connect` and `_check` that are not a server's silence."
-        with ThreadPoolExecutor(len(self.members)) as threads:
-            errors = [*threads.map(self._probe, self.members)]
-        for error in errors:
-            if error and not is_servers_fault(error):
-                raise error
-
-    def _probe(self, member) -> Exception | None:
-        "Open a server; the error that keeps it out."
-        error = client = None
+    def _open(self, member) -> Exception | None:
+        "Open a server, and see that it is as the first one; the error that keeps it out."
         try:
             with time_limit(PROBE):
                 client = member.connect()
-                self._check(member.url, client)
-        except Exception as e:
-            error = e
-        with self.changed:
-            member.probing = False
-            if error:
-                member.leave_out(error)
-            else:
+                what = self.identity(client)
+            with self.lock:
+                first, agreed = self.agreed = self.agreed or (member.url, what)
+                if what != agreed:
+                    raise ValueError(
+                        f"server={member.url!r}: serves {what}, and {first} serves {agreed}; all servers of a job must "
+                        "serve the same"
+                    )
                 if member.failures:
                     log.warning("%s answers again", member.url)
                 member.client, self.none_since = client, None
-            self.changed.notify_all()
-        return error
+        except Exception as e:
+            with self.lock:
+                member.leave_out(e)
+            return e
+        return None
 
     def take(self, avoid: Iterable[Member] = ()) -> tuple[Member, Client]:
-        """The least busy server, with one more request in flight. NoServerLeft: none has
-        answered for `patience` seconds."""
+        """The least busy server, with one more request in flight; first, one whose pause is over is opened. NoServerLeft:
+        none has answered for `patience` seconds."""
         if self.process != os.getpid():  # forked: locks and counts are the parent's
             self.__setstate__(self.__getstate__())
-        with self.changed:
-            while True:
+        while True:
+            with self.lock:
                 now = time.monotonic()
-                self._probe_due(now)
+                due = next((m for m in self.members if m.client is None and m.due <= now), None)
                 ready = [(m, m.client) for m in self.members if m.client is not None]
-                if ready:
+                if due:
+                    due.due = math.inf  # for other requests
+                elif ready:
                     chosen, client = min(ready, key=lambda r: (r[0] in avoid, r[0].in_flight, r[0].answered))
                     chosen.in_flight += 1
                     return chosen, client
-                if self.none_since is None:
-                    self.none_since = now
-                left = self.none_since + self.patience - now
-                if left <= 0 and not any(m.probing for m in self.members):
-                    raise NoServerLeft(self._troubles())
-                waits = [m.due - now for m in self.members if not m.probing]
-                self.changed.wait(max(0.05, min([left, *waits])))
-
-    def _probe_due(self, now):
-        for member in self.members:
-            if member.client is None and not member.probing and member.due <= now:
-                member.probing = True
-                threading.Thread(target=self._probe, args=[member], daemon=True).start()
-
-    def _troubles(self):
-        each = "; ".join(f"{m.url}: {m.trouble}" for m in self.members)
-        return (
-            f"no server has answered for {self.patience:g} s ({each}). Start them, and run the "
-            "same command again: what is done is kept"
-        )
+                if not ready:
+                    self.none_since = self.none_since or now
+                left = (self.none_since or now) + self.patience - now
+                soonest = min(m.due for m in self.members) - now
+            if due:
+                self._open(due)
+            elif left <= 0 and soonest < math.inf:
+                each = "; ".join(f"{m.url}: {m.trouble}" for m in self.members)
+                raise NoServerLeft(
+                    f"no server has answered for {self.patience:g} s ({each}). Start them, and run the "
+                    "same command again: what is done is kept"
+                )
+            else:
+                time.sleep(min(max(0.05, min(left, soonest)), 0.5))
 
     tries = 8  # requests for one answer, if there are fewer servers
 
@@ -195,28 +177,25 @@ class ServerPool(Generic[Client]):
         failed: list[Member] = []
         while True:
             member, client = self.take(failed)
+            error = None
             try:
                 answer = request(client)
-            except Exception as e:
-                faulty = self.at_fault(e)
-                with self.changed:
-                    member.in_flight -= 1
-                    if faulty and member.client is client:  # else it is known already
-                        member.leave_out(e)
-                failed.append(member)
-                if not faulty or len(failed) >= max(self.tries, len(self.members)):
-                    raise
-            except BaseException:
-                with self.changed:
-                    member.in_flight -= 1
-                raise
-            else:
-                with self.changed:
-                    member.in_flight -= 1
-                    member.answered += 1
-                    if member.client is client:
+            except BaseException as e:
+                error = e
+            faulty = isinstance(error, Exception) and self.at_fault(error)
+            with self.lock:
+                member.in_flight -= 1
+                if member.client is client:  # else it is left out already
+                    if error is None:
                         member.failures = 0
+                    elif faulty:
+                        member.leave_out(error)
+                member.answered += error is None
+            if error is None:
                 return answer
+            failed.append(member)
+            if not faulty or len(failed) >= max(self.tries, len(self.members)):
+                raise error
 
 
 def open_endpoint(url: str, model: str | None = None, timeout: float = 600.0) -> Endpoint:

@@ -16,9 +16,10 @@ from accelerate.utils import get_max_memory
 from tqdm.auto import tqdm
 
 from ..core.options import check_options
+from ..data.chat_encoding import check_ids
 from ..data.chat_template import ControlTokens, check_template
-from ..data.messages import BadRow
-from ..data.row_filter import BATCH, check_ids, reason_of
+from ..data.messages import BadRow, reason_of
+from ..data.pipeline import BATCH
 from ..data.sources import conversation_count
 from ..jobs.ranks import shard
 from ..verifier.cache import ColumnLayer, recurrent_kinds
@@ -286,7 +287,10 @@ class _Answering:
         "Take an answer into its conversation, which ends there if it cannot be read."
         finish, unread = "stop", None
         try:
-            message = _message(ids, replay, self.tokenizer, self.eos_ids)
+            kwargs = json.dumps(replay.template_kwargs, sort_keys=True)
+            template = str(self.tokenizer.chat_template)
+            parser = _parser(self.tokenizer, template, kwargs, frozenset(self.eos_ids))
+            message = parser(ids, replay.prompt, replay.tools)
             for call in message.get("tool_calls", ()):
                 call.setdefault("id", f"call{len(replay.finish):05}")  # nine letters, as Mistral's
                 finish = "tool_calls"
@@ -308,14 +312,6 @@ def _check_supported(replay, history):
     for i, message in enumerate(history or ()):
         if isinstance(message["content"], list):
             raise BadRow("holds more than text: ask a server for its answer", f"message {i}")
-
-
-def _message(ids, replay, tokenizer, eos_ids=()):
-    "An answer as a message."
-    kwargs = json.dumps(replay.template_kwargs, sort_keys=True)
-    template = str(tokenizer.chat_template)
-    parser = _parser(tokenizer, template, kwargs, frozenset(eos_ids))
-    return parser(ids, replay.prompt, replay.tools)
 
 
 @lru_cache(maxsize=64)

@@ -18,8 +18,7 @@ from filelock import FileLock
 from ..core.files import atomic_write, disk_errors
 from ..core.provenance import without_secrets
 from ..data.chat_template import ControlTokens
-from ..data.messages import BadRow, brief
-from ..data.row_filter import REASONS, reason_of
+from ..data.messages import REASONS, BadRow, brief, reason_of
 from ..data.sources import located, read_lines
 from ..jobs.shared_output import append_lines, is_held, share_writer, whole_end
 from .language import language_of_row, wanted_languages
@@ -47,7 +46,11 @@ def complete_conversations(path: str | Path) -> Iterator[tuple[list[dict], int, 
                 if line["part"][0] == 0:
                     lines, start = [], begin
                 lines.append(line)
-                _check_part(lines)
+                k, parts = len(lines) - 1, lines[0]["part"][1]
+                if not isinstance(parts, int) or line["part"] != [k, parts] or parts <= k:
+                    raise ValueError(f"part is {brief(line['part'])}, expected {[k, parts]}")
+                if line["primary_id"] != lines[0]["primary_id"]:
+                    raise ValueError(f"belongs to another conversation than part {k - 1}")
             except (ValueError, KeyError, TypeError, RecursionError) as e:
                 raise ValueError(
                     f"{path}, line {n}: no regenerated row ({type(e).__name__}: "
@@ -64,16 +67,6 @@ def _line(raw):
     if not isinstance(line["metadata"], dict) or not isinstance(line["primary_id"], str):
         raise ValueError("metadata must be an object, and primary_id text")
     return line
-
-
-def _check_part(lines):
-    "ValueError: the last line does not continue those before it."
-    first, last, k = lines[0], lines[-1], len(lines) - 1
-    parts = first["part"][1]
-    if not isinstance(parts, int) or last["part"] != [k, parts] or parts <= k:
-        raise ValueError(f"part is {brief(last['part'])}, expected {[k, parts]}")
-    if last["primary_id"] != first["primary_id"]:
-        raise ValueError(f"belongs to another conversation than part {k - 1}")
 
 
 def read_regenerated(path: str | Path) -> Iterator[dict]:
@@ -120,7 +113,23 @@ _WORDS = {
 class Report(dict):
     "What became of the conversations; made by one process, and read by others."
 
-    first: dict[tuple[str, str], str]  # (count, reason) -> the place of the first case
+    def __init__(self):
+        super().__init__(
+            written=0,
+            kept=0,
+            cut=0,
+            answers=0,
+            tokens=0,
+            duplicates=0,
+            seconds=0.0,
+            finish_reasons=Counter(),
+            truncated=Counter(),
+            left_out=Counter(),
+            skipped=Counter(),
+            failed=Counter(),
+            control_tokens=Counter(),
+        )
+        self.first: dict[tuple[str, str], str] = {}  # (count, reason) -> the place of the first case
 
     def table(self) -> pd.DataFrame:
         "One row per count; of the reasons, the most frequent first."
@@ -148,24 +157,6 @@ class Report(dict):
             about = "; ".join(filter(None, (row["why"], first)))
             lines.append(f"{row['what']}: {row['number']}" + (f" ({about})" if about else ""))
         return "\n".join(lines)
-
-    def __init__(self):
-        super().__init__(
-            written=0,
-            kept=0,
-            cut=0,
-            answers=0,
-            tokens=0,
-            duplicates=0,
-            seconds=0.0,
-            finish_reasons=Counter(),
-            truncated=Counter(),
-            left_out=Counter(),
-            skipped=Counter(),
-            failed=Counter(),
-            control_tokens=Counter(),
-        )
-        self.first = {}  # (count, reason) -> the place of the first case
 
     @property
     def done(self) -> int:
@@ -212,16 +203,6 @@ class Report(dict):
 log = logging.getLogger(__name__)
 
 
-def _changed(line, settings):
-    "What a line says was made otherwise."
-    was = line["metadata"]
-    return [f"{k} was {was.get(k)}, is {now}" for k, now in settings.items() if was.get(k) != now]
-
-
-def _other_settings(path, changed):
-    return ValueError(f"{path} was made with other settings: {', '.join(changed)}; choose another file")
-
-
 def _reasons(counts):
     "The most frequent reasons, on one line."
     return "; ".join(f"{n} × {why}" for why, n in counts.most_common(10))
@@ -241,10 +222,6 @@ def _warn(report, errors):
     if failed := report["failed"]:
         reasons = _reasons(failed)
         log.warning("%d conversations failed, see %s: %s", failed.total(), errors, reasons)
-
-
-def _error_line(about):
-    return (json.dumps(about, ensure_ascii=False) + "\n").encode("utf-8", "backslashreplace")
 
 
 class Journal:
@@ -272,8 +249,7 @@ class Journal:
         try:
             with self._disk():
                 for lines, _, end in complete_conversations(self.path) if self.path.exists() else ():
-                    if changed := _changed(lines[0], self.settings):
-                        raise _other_settings(self.path, changed)
+                    self._check_settings(lines[0])
                     self.done[lines[0]["primary_id"]] = lines[0]["metadata"].get("content")
                     self._size = end
                 former = self._beside(self.path.stem, r"(\.\d+-of-\d+)?\.errors\.jsonl")
@@ -333,9 +309,14 @@ class Journal:
         if end := whole_end(self.path):
             with open(self.path, "rb") as file:
                 file.seek(whole_end(self.path, end - 1))
-                last = _line(file.readline())
-            if changed := _changed(last, self.settings):
-                raise _other_settings(self.path, changed)
+                self._check_settings(_line(file.readline()))
+
+    def _check_settings(self, line):
+        "ValueError: a line of the file was made otherwise."
+        was = line["metadata"]
+        changed = [f"{k} was {was.get(k)}, is {now}" for k, now in self.settings.items() if was.get(k) != now]
+        if changed:
+            raise ValueError(f"{self.path} was made with other settings: {', '.join(changed)}; choose another file")
 
     def fail(self, key: str, error: Exception, where: str | None = None) -> None:
         "Name a conversation that cannot be done."
@@ -349,8 +330,8 @@ class Journal:
             "status": getattr(error, "status", None),
             "reason": reason,
         } | ({"where": where} if where else {})
-        with self._disk(), open(self.errors, "ab") as file:
-            file.write(_error_line(about))
+        with self._disk(), open(self.errors, "a", encoding="utf-8", errors="backslashreplace") as file:
+            file.write(json.dumps(about, ensure_ascii=False) + "\n")
 
     def is_new(self, replay: Replay, mine: bool = True) -> bool:
         """Whether a conversation of the input, which is noted, is still to be done; one of this rank's share is

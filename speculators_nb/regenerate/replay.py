@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 from ..data.chat_encoding import add_turn
 from ..data.chat_template import reach, template_errors
-from ..data.messages import THOUGHT, brief, normalize, tools_of
-from ..data.row_filter import domain_of
+from ..data.messages import THOUGHT, brief, domain_of, normalize, tools_of
 from ..data.sources import content_hash, identity
 
 # No tools are executed: the i-th call of a turn gets the i-th recorded result if both name the same tool and the call
@@ -117,15 +116,10 @@ def check_sampling(sampling: dict | None, known: tuple[str, ...] = PARAMETERS) -
 
 def _is_distribution(value):
     "Whether a value is a list of pairs [value, weight]."
-    if not isinstance(value, (list, tuple)):
-        return False
-    return bool(value) and all(map(_is_pair, value))
-
-
-def _is_pair(pair):
-    if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-        return False
-    return isinstance(pair[1], (int, float)) and abs(pair[1]) < 1e6
+    return bool(isinstance(value, (list, tuple)) and value) and all(
+        isinstance(pair, (list, tuple)) and len(pair) == 2 and isinstance(pair[1], (int, float)) and abs(pair[1]) < 1e6
+        for pair in value
+    )
 
 
 _KINDS = {  # type, its name, an example

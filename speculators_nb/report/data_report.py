@@ -3,14 +3,12 @@ And turns, the trained share, domains, and what was left out. What should be men
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
-import pyarrow.compute as pc
 from matplotlib.figure import Figure
 from transformers import AutoTokenizer
 
@@ -22,18 +20,6 @@ from ..data.chat_template import tokenizer_errors
 from ..data.prepared_folder import COLOURS, Prepared, load_prepared
 from ..regenerate.language import language_of
 from .page import Section, page_html, write_page
-
-
-def rows_of(prepared: Prepared) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    "The rows of a folder, training rows first: input_ids [n], loss_mask [n] bool."
-    call: Any = pc.call_function  # its kernels are made when it is imported
-    columns: Any = prepared.rows.select_columns(["input_ids", "loss_mask"])
-    for batch in columns.with_format("arrow").iter(1000):
-        ids = call("list_flatten", [batch["input_ids"]]).to_numpy()
-        mask = call("list_flatten", [batch["loss_mask"]])
-        mask = mask.to_numpy(zero_copy_only=False).astype(bool)
-        ends = np.cumsum(call("list_value_length", [batch["input_ids"]]).to_numpy())[:-1]
-        yield from zip(np.split(ids, ends), np.split(mask, ends))
 
 
 def turns_in(mask: np.ndarray) -> int:
@@ -138,7 +124,7 @@ def cut_answers(prepared: Prepared) -> int:
     if not any(stage.get("what") == "cut" for stage in prepared._reported("stages")):
         return 0
     full = prepared.lengths == origin.get("max_length")
-    return sum(bool(mask[-1]) for (_, mask), at in zip(rows_of(prepared), full) if at)
+    return sum(bool(mask[-1]) for (_, mask), at in zip(prepared.arrays(), full) if at)
 
 
 def data_warnings(prepared: Prepared, cut: int, repeats: Counter) -> list[str]:
@@ -274,7 +260,7 @@ class DataReport:
 
     def __init__(self, prepared: Prepared, verifier: str | Path | None = None):
         repeats, turns = Repeats(), []
-        for i, (ids, mask) in enumerate(rows_of(prepared)):
+        for i, (ids, mask) in enumerate(prepared.arrays()):
             repeats.add(ids, mask, i >= len(prepared.train))
             turns.append(turns_in(mask))
         self.facts = _facts(prepared)

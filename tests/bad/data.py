@@ -15,10 +15,10 @@ import torch
 from datasets import Dataset, disable_progress_bars
 from transformers import AutoTokenizer
 
+from speculators_nb.data.chat_encoding import ready_row
 from speculators_nb.data.pipeline import prepare
 from speculators_nb.data.prepare import prepare_data
 from speculators_nb.data.prepared_folder import load_prepared
-from speculators_nb.data.row_filter import ready_row
 from speculators_nb.data.sources import read_conversations
 from speculators_nb.nn.draft_vocabulary import (
     count_tokens,
@@ -466,18 +466,15 @@ def source(name):
     return "c" + name.removeprefix("c").partition("/")[0] if name.startswith("c") else "c.jsonl"
 
 
-CASES += [
-    Case(f"prepare: {name}", functools.partial(prepared, name=source(file)), error, {file: content})
-    for name, file, content, error in FILES
-]
-CASES += [
-    Case(f"features: {name}", functools.partial(tokenised, name=source(file)), error, {file: content})
-    for name, file, content, error in FILES[:38:4]
-]
-CASES += [
-    Case(f"regenerate: {name}", functools.partial(answered, name=source(file)), error, {file: content})
-    for name, file, content, error in FILES[1:8:2]
-]
+for how, way, table_of in (
+    ("prepare", prepared, FILES),
+    ("features", tokenised, FILES[:38:4]),
+    ("regenerate", answered, FILES[1:8:2]),
+):
+    CASES += [
+        Case(f"{how}: {name}", functools.partial(way, name=source(file)), error, {file: content})
+        for name, file, content, error in table_of
+    ]
 ODD = [  # what looks odd and is a conversation all the same: (name, file, content, report)
     ("byte order mark", "c.jsonl", b"\xef\xbb\xbf" + lines(TALK), "out: 1 training"),
     (
@@ -611,35 +608,20 @@ CASES += [
         },
         counted=True,
     ),
-    Case(
-        "prepare: data is a number",
-        lambda folder: prepare_data(5, tokenizer(), folder / "out"),
-        "data=5 is a int; expected a file, a folder, hf:<id>, or a list",
-    ),
-    Case(
-        "prepare: data is one conversation",
-        lambda folder: prepare_data(TALK, tokenizer(), folder / "out"),
-        "data={.*} is a dict; expected a file",
-    ),
-    Case(
-        "prepare: data is None",
-        lambda folder: prepare_data(None, tokenizer(), folder / "out"),
-        "data=None is a NoneType; expected a file",
-    ),
-    Case(
-        "prepare: half a name on the hub",
-        lambda folder: prepare_data("hf:a::b", tokenizer(), folder / "out"),
-        "'hf:a::b': expected hf:<id>",
+    *(
+        Case(f"prepare: {name}", lambda folder, data=data: prepare_data(data, tokenizer(), folder / "out"), error)
+        for name, data, error in [
+            ("data is a number", 5, "data=5 is a int; expected a file, a folder, hf:<id>, or a list"),
+            ("data is one conversation", TALK, "data={.*} is a dict; expected a file"),
+            ("data is None", None, "data=None is a NoneType; expected a file"),
+            ("half a name on the hub", "hf:a::b", "'hf:a::b': expected hf:<id>"),
+            ("a path with a zero character", "a\0b.jsonl", "no such file or folder"),
+        ]
     ),
     Case(
         "prepare: a file that is not there",
         "prepare {here}/none.jsonl {here}/out --verifier {tiny}",
         "none.jsonl: no such file; check the spelling",
-    ),
-    Case(
-        "prepare: a path with a zero character",
-        lambda folder: prepare_data("a\0b.jsonl", tokenizer(), folder / "out"),
-        "no such file or folder",
     ),
     Case(
         "read_conversations: a torn line",
@@ -780,63 +762,39 @@ CASES += [
         "no regenerated row",
         {"c.jsonl": lines(TALK), "o.jsonl": "years of work, one line"},
     ),
-    Case(
-        "regenerate: an id for two conversations",
-        answered,
-        "failed,.*its id belongs to another conversation.*line 2",
-        {"c.jsonl": lines(TALK | {"id": 1}, asked("5?") | {"id": 1})},
-        counted=True,
+    *(
+        Case(f"regenerate: {name}", functools.partial(answered, **options), error, {"c.jsonl": content}, counted=True)
+        for name, options, content, error in [
+            (
+                "an id for two conversations",
+                {},
+                lines(TALK | {"id": 1}, asked("5?") | {"id": 1}),
+                "failed,.*its id belongs to another conversation.*line 2",
+            ),
+            ("no user", {}, lines({"messages": [SAY]}), "failed,.*no user message.*line 1"),
+            (
+                "a prompt beyond max_length",
+                dict(max_length=20),
+                lines(TALK, asked("word " * 99)),
+                "failed,.*prompt of 20 tokens or more.*line 2",
+            ),
+            (
+                "a prompt of ten megabytes",
+                {},
+                lambda p: p.write_bytes(lines(TALK, asked("word " * 2_000_000))),
+                "failed,.*prompt of 2048 tokens or more.*line 2",
+            ),
+        ]
     ),
-    Case(
-        "regenerate: no user",
-        answered,
-        "failed,.*no user message.*line 1",
-        {"c.jsonl": lines({"messages": [SAY]})},
-        counted=True,
-    ),
-    Case(
-        "regenerate: a prompt beyond max_length",
-        functools.partial(answered, max_length=20),
-        "failed,.*prompt of 20 tokens or more.*line 2",
-        {"c.jsonl": lines(TALK, asked("word " * 99))},
-        counted=True,
-    ),
-    Case(
-        "regenerate: a prompt of ten megabytes",
-        answered,
-        "failed,.*prompt of 2048 tokens or more.*line 2",
-        {"c.jsonl": lambda p: p.write_bytes(lines(TALK, asked("word " * 2_000_000)))},
-        counted=True,
-    ),
-    Case(
-        "regenerate: max_new_tokens 0",
-        functools.partial(answered, max_new_tokens=0),
-        "max_new_tokens=0: must be at least 1",
-        {"c.jsonl": lines(TALK)},
-    ),
-    Case(
-        "regenerate: batch_size 0",
-        functools.partial(answered, batch_size=0),
-        "batch_size=0: must be at least 1",
-        {"c.jsonl": lines(TALK)},
-    ),
-    Case(
-        "regenerate: temperature NaN",
-        functools.partial(answered, temperature=float("nan")),
-        "temperature=nan: must be finite",
-        {"c.jsonl": lines(TALK)},
-    ),
-    Case(
-        "regenerate: weights NaN",
-        functools.partial(answered, sampling={"temperature": [[0, float("nan")]]}),
-        "temperature: .*nan.* is no number",
-        {"c.jsonl": lines(TALK)},
-    ),
-    Case(
-        "regenerate: language unknown",
-        functools.partial(answered, languages=["elvish"]),
-        "languages: elvish not known",
-        {"c.jsonl": lines(TALK)},
+    *(
+        Case(f"regenerate: {name}", functools.partial(answered, **options), error, {"c.jsonl": lines(TALK)})
+        for name, options, error in [
+            ("max_new_tokens 0", dict(max_new_tokens=0), "max_new_tokens=0: must be at least 1"),
+            ("batch_size 0", dict(batch_size=0), "batch_size=0: must be at least 1"),
+            ("temperature NaN", dict(temperature=float("nan")), "temperature=nan: must be finite"),
+            ("weights NaN", dict(sampling={"temperature": [[0, float("nan")]]}), "temperature: .*nan.* is no number"),
+            ("language unknown", dict(languages=["elvish"]), "languages: elvish not known"),
+        ]
     ),
     Case(
         "regenerate: torn line in a shell",
@@ -853,16 +811,30 @@ def folder_of(change, rows=ROWS):
     return table(rows, change)
 
 
+def record(name, content):
+    text = content if isinstance(content, str) else json.dumps(content)
+    return folder_of(lambda f: (f / name).write_text(text))
+
+
 def config(content):
-    return folder_of(
-        lambda f: (f / "data_config.json").write_text(content if isinstance(content, str) else json.dumps(content))
-    )
+    return record("data_config.json", content)
 
 
 def freq(content):
-    return folder_of(
-        lambda f: (f / "token_freq.json").write_text(content if isinstance(content, str) else json.dumps(content))
-    )
+    return record("token_freq.json", content)
+
+
+def into(name, **options):
+    "What `prepare_data` says of a conversation; `template`: of a tokenizer with this chat template."
+
+    def what(folder):
+        given, tok = dict(options), tokenizer()
+        if "template" in given:
+            tok = AutoTokenizer.from_pretrained(GOOD["tiny"])
+            tok.chat_template = given.pop("template")
+        return prepare_data([TALK], tok, folder / name, **given)
+
+    return what
 
 
 AGAIN = ".*(Make the folder again|make or fetch it again)"
@@ -926,22 +898,22 @@ PREPARED = [  # (name, folder, error)
     ),
     (
         "no mask",
-        folder_of(lambda f: None, [{"input_ids": [5]}]),
+        table([{"input_ids": [5]}]),
         "the table has no column loss_mask.*Is this a prepared folder",
     ),
     (
         "ids of texts",
-        folder_of(lambda f: None, [{"input_ids": ["5"], "loss_mask": [1]}]),
+        table([{"input_ids": ["5"], "loss_mask": [1]}]),
         "column input_ids holds list<.*string>.*expected lists of integers.*Prepare the data again",
     ),
     (
         "mask of texts",
-        folder_of(lambda f: None, [{"input_ids": [5], "loss_mask": ["1"]}]),
+        table([{"input_ids": [5], "loss_mask": ["1"]}]),
         "column loss_mask holds list<.*string>.*expected lists of booleans or integers",
     ),
     (
         "ids without lists",
-        folder_of(lambda f: None, [{"input_ids": 5, "loss_mask": 1}]),
+        table([{"input_ids": 5, "loss_mask": 1}]),
         "column input_ids holds int.*expected lists of integers",
     ),
     (
@@ -953,27 +925,27 @@ PREPARED = [  # (name, folder, error)
     ),
     (
         "length of another row",
-        folder_of(lambda f: None, [{"input_ids": [5, 6], "loss_mask": [1, 1], "seq_len": 3}]),
+        table([{"input_ids": [5, 6], "loss_mask": [1, 1], "seq_len": 3}]),
         "row 0 has 2 tokens in input_ids, 3 by seq_len",
     ),
     (
         "a row without ids",
-        folder_of(lambda f: None, [{"input_ids": [5], "loss_mask": [1]}, {"input_ids": None, "loss_mask": [1]}]),
+        table([{"input_ids": [5], "loss_mask": [1]}, {"input_ids": None, "loss_mask": [1]}]),
         "column input_ids holds .*or nothing in some rows",
     ),
     (
         "ids negative",
-        folder_of(lambda f: None, [{"input_ids": [-5], "loss_mask": [1]}]),
+        table([{"input_ids": [-5], "loss_mask": [1]}]),
         "input_ids go from -5 to -5, expected token ids from 0 on",
     ),
     (
         "ids beyond any vocabulary",
-        folder_of(lambda f: None, [{"input_ids": [2**32 + 5], "loss_mask": [1]}]),
+        table([{"input_ids": [2**32 + 5], "loss_mask": [1]}]),
         "input_ids go from 4294967301 to 4294967301, expected token ids",
     ),
     (
         "ids beyond the vocabulary",
-        folder_of(lambda f: None, [{"input_ids": [3000], "loss_mask": [1]}]),
+        table([{"input_ids": [3000], "loss_mask": [1]}]),
         "counts has token ids from 3000 to 3000, but vocab_size=2048",
     ),
     ("no table", lambda path: path.mkdir(), r"p: no state\.json, so this is no table"),
@@ -1014,66 +986,34 @@ CASES += [
         {"p": table(ROWS)},
     ),
     Case("vocab: a folder of conversations", "vocab {here}/p 4", r"p: no state\.json", {"p/c.jsonl": lines(TALK)}),
-    Case(
-        "prepare: a folder that is not prepared",
-        lambda folder: prepare_data([TALK], tokenizer(), folder / "p"),
-        "output_dir .* exists and is not a prepared folder; choose a new one",
-        {"p/thesis.tex": "years"},
+    *(
+        Case(f"prepare: {name}", into("p"), "output_dir .* exists and is not a prepared folder" + more, files)
+        for name, files, more in [
+            ("a folder that is not prepared", {"p/thesis.tex": "years"}, "; choose a new one"),
+            ("into a file", {"p": "years"}, "; choose a new one"),
+            ("a record that is a list", {"p": config("[]")}, ""),
+        ]
     ),
-    Case(
-        "prepare: into a file",
-        lambda folder: prepare_data([TALK], tokenizer(), folder / "p"),
-        "output_dir .* exists and is not a prepared folder; choose a new one",
-        {"p": "years"},
-    ),
-    Case(
-        "prepare: a record that is a list",
-        lambda folder: prepare_data([TALK], tokenizer(), folder / "p"),
-        "output_dir .* exists and is not a prepared folder",
-        {"p": config("[]")},
-    ),
-    Case(
-        "prepare: max_length 0",
-        lambda folder: prepare_data([TALK], tokenizer(), folder / "p", max_length=0),
-        "max_length=0: must be at least 2",
-    ),
-    Case(
-        "prepare: val_fraction NaN",
-        lambda folder: prepare_data([TALK], tokenizer(), folder / "p", val_fraction=float("nan")),
-        "val_fraction=nan: must be finite",
-    ),
-    Case(
-        "prepare: a tokenizer without a template",
-        lambda folder: prepare_data([TALK], _without_template(), folder / "p"),
-        "no row left of 1 conversations.*has no chat_template",
-    ),
-    Case(
-        "prepare: a template that raises",
-        lambda folder: prepare_data([TALK], _without_template("{{ raise_exception('no') }}"), folder / "p"),
-        "no row left of 1 conversations.*TemplateError: no",
-    ),
-    Case(
-        "prepare: a template that is none",
-        lambda folder: prepare_data([TALK], _without_template("{% if %}"), folder / "p"),
-        "no row left of 1 conversations.*TemplateSyntaxError",
-    ),
-    Case(
-        "prepare: a template that hides the answer",
-        lambda folder: prepare_data(
-            [TALK],
-            _without_template("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"),
-            folder / "p",
-        ),
-        r"no row left of 1 conversations.*no trained token",
-    ),
-    Case(
-        "prepare: a template whose answers cannot be told apart",
-        lambda folder: prepare_data(
-            [TALK],
-            _without_template("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}"),
-            folder / "p",
-        ),
-        r"no row left of 1 conversations.*Mark them in the chat template: {% generation %}",
+    Case("prepare: max_length 0", into("p", max_length=0), "max_length=0: must be at least 2"),
+    Case("prepare: val_fraction NaN", into("p", val_fraction=float("nan")), "val_fraction=nan: must be finite"),
+    Case("prepare: train_reasoning a text", into("p", train_reasoning="no"), r"train_reasoning='no'"),
+    *(
+        Case(f"prepare: {name}", into("p", template=template), f"no row left of 1 conversations.*{error}")
+        for name, template, error in [
+            ("a tokenizer without a template", None, "has no chat_template"),
+            ("a template that raises", "{{ raise_exception('no') }}", "TemplateError: no"),
+            ("a template that is none", "{% if %}", "TemplateSyntaxError"),
+            (
+                "a template that hides the answer",
+                "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
+                "no trained token",
+            ),
+            (
+                "a template whose answers cannot be told apart",
+                "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
+                "Mark them in the chat template: {% generation %}",
+            ),
+        ]
     ),
     Case(
         "prepare: torn line in a shell",
@@ -1138,18 +1078,7 @@ CASES += [
         r"b\.jsonl: 2 of 2 conversations cannot be read",
         {"a.jsonl": lines(TALK), "b.jsonl": "{\n{"},
     ),
-    Case(
-        "prepare: train_reasoning a text",
-        lambda folder: prepare_data([TALK], tokenizer(), folder / "p", train_reasoning="no"),
-        r"train_reasoning='no'",
-    ),
 ]
-
-
-def _without_template(text=None):
-    other = AutoTokenizer.from_pretrained(GOOD["tiny"])
-    other.chat_template = text
-    return other
 
 
 # --------------------------------------------------------------------------------------------------- draft vocabularies
@@ -1198,66 +1127,44 @@ ARRAYS = [
     ("d2t removed", "d2t", lambda f: f.unlink(), r"d2t-2\.npy: no draft vocabulary of this size"),
 ]
 CASES += [Case(f"load_vocab_mapping: {name}", mapping(file, change), error) for name, file, change, error in ARRAYS]
+COUNTED = [  # (name, ids, mask, error)
+    ("lengths differ", [1, 2], [1], "input_ids has 2 tokens, but loss_mask 1"),
+    ("ids of halves", [1.5], [1], "input_ids holds 1.5, expected whole numbers"),
+    ("ids of booleans", [True], [1], "input_ids holds torch.bool, expected whole numbers"),
+    ("mask NaN", [1], [float("nan")], "loss_mask holds nan, expected 0 and 1"),
+    ("mask of 3", [1], [3], "loss_mask holds 3, expected 0 and 1"),
+]
+FREQUENCIES = [  # (name, counts, vocabulary, error)
+    ("negative", {1: -3}, 9, "counts has -3 for token 1, expected whole numbers from 0 on"),
+    ("a half", {1: 1.5}, 9, "counts has 1.5 for token 1, expected whole numbers"),
+    ("NaN", torch.tensor([1.0, float("nan")]), 2, "counts holds nan, expected whole numbers"),
+    ("an id of a half", {1.5: 1}, 9, "counts has 1 for token 1.5, expected whole numbers"),
+]
+READY = [  # (name, input_ids, error)
+    ("a tensor of floats", torch.tensor([1.0]), WHOLE),
+    ("an array of two rows", np.ones((1, 2), int), WHOLE),
+    ("an array beyond the vocabulary", np.array([9]), r"beyond the verifier's vocabulary of 9.*input_ids has 9"),
+]
 CASES += [
-    Case(
-        "count_tokens: lengths differ",
-        lambda folder: count_tokens([(torch.tensor([1, 2]), torch.tensor([1]))], 9),
-        "input_ids has 2 tokens, but loss_mask 1",
+    *(
+        Case(
+            f"count_tokens: {name}",
+            lambda folder, row=(row, mask): count_tokens([tuple(map(torch.tensor, row))], 9),
+            error,
+        )
+        for name, row, mask, error in COUNTED
     ),
-    Case(
-        "count_tokens: ids of halves",
-        lambda folder: count_tokens([(torch.tensor([1.5]), torch.tensor([1]))], 9),
-        "input_ids holds 1.5, expected whole numbers",
+    *(
+        Case(
+            f"vocab_mapping_from_frequencies: {name}",
+            lambda folder, counts=counts, size=size: vocab_mapping_from_frequencies(counts, 2, size),
+            error,
+        )
+        for name, counts, size, error in FREQUENCIES
     ),
-    Case(
-        "count_tokens: ids of booleans",
-        lambda folder: count_tokens([(torch.tensor([True]), torch.tensor([1]))], 9),
-        "input_ids holds torch.bool, expected whole numbers",
-    ),
-    Case(
-        "count_tokens: mask NaN",
-        lambda folder: count_tokens([(torch.tensor([1]), torch.tensor([float("nan")]))], 9),
-        "loss_mask holds nan, expected 0 and 1",
-    ),
-    Case(
-        "count_tokens: mask of 3",
-        lambda folder: count_tokens([(torch.tensor([1]), torch.tensor([3]))], 9),
-        "loss_mask holds 3, expected 0 and 1",
-    ),
-    Case(
-        "vocab_mapping_from_frequencies: negative",
-        lambda folder: vocab_mapping_from_frequencies({1: -3}, 2, 9),
-        "counts has -3 for token 1, expected whole numbers from 0 on",
-    ),
-    Case(
-        "vocab_mapping_from_frequencies: a half",
-        lambda folder: vocab_mapping_from_frequencies({1: 1.5}, 2, 9),
-        "counts has 1.5 for token 1, expected whole numbers",
-    ),
-    Case(
-        "vocab_mapping_from_frequencies: NaN",
-        lambda folder: vocab_mapping_from_frequencies(torch.tensor([1.0, float("nan")]), 2, 2),
-        "counts holds nan, expected whole numbers",
-    ),
-    Case(
-        "vocab_mapping_from_frequencies: an id of a half",
-        lambda folder: vocab_mapping_from_frequencies({1.5: 1}, 2, 9),
-        "counts has 1 for token 1.5, expected whole numbers",
-    ),
-    Case(
-        "ready_row: a tensor of floats",
-        lambda folder: ready_row({"input_ids": torch.tensor([1.0]), "loss_mask": [1]}),
-        WHOLE,
-    ),
-    Case(
-        "ready_row: an array of two rows",
-        lambda folder: ready_row({"input_ids": np.ones((1, 2), int), "loss_mask": [1]}),
-        WHOLE,
-    ),
-    Case(
-        "ready_row: an array beyond the vocabulary",
-        lambda folder: ready_row({"input_ids": np.array([9]), "loss_mask": [1]}, 9),
-        r"beyond the verifier's vocabulary of 9.*input_ids has 9",
+    *(
+        Case(f"ready_row: {name}", lambda folder, row=row: ready_row({"input_ids": row, "loss_mask": [1]}, 9), error)
+        for name, row, error in READY
     ),
 ]
 assert os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
