@@ -110,8 +110,8 @@ def test_a_command_is_the_library_s_function(name):
 
 def test_heavy_imports_are_inside():
     light = {"data.sources", "evaluate.prompts", "verifier.folders", "core", "speculators_nb", "typer", "yaml"}
-    names = "inputs", "recipe", "command", "run"
-    for module in (cli, *(sys.modules[f"speculators_nb.cli.{name}"] for name in names)):
+    names = "inputs", "recipe", "command", "run", "main"
+    for module in (import_module(f"speculators_nb.cli.{name}") for name in names):
         tree = ast.parse(Path(module.__file__).read_text())
         tops = {
             name if name in light else name.split(".")[0]

@@ -367,38 +367,26 @@ def check_vllm_arguments(extra: Iterable[str]) -> None:
         takes = item.startswith("-") and "=" not in item
 
 
-def _leave_out(values: Mapping, name: str, why: str, default: Any = 0) -> None:
-    "Errors: ValueError where an option is given, and is not its default, that would have no effect."
-    value = values.get(name)
-    if value is not None and value != [] and value != default:
-        raise ValueError(f"{name}={shown(value)}: {why}")
-
-
-def _check_output(values: Mapping) -> None:
-    "Errors: ValueError where what is made is what it is made from."
-    paths = {name: os.fspath(value) for name, value in values.items() if isinstance(value, (str, os.PathLike))}
-    for output in paths.keys() & {"output", "output_dir"}:
-        for source in paths.keys() & {"data", "data_dir", "prepared", "verifier"}:
-            if os.path.realpath(paths[source]) == os.path.realpath(paths[output]):
-                raise ValueError(f"{output}={shown(paths[output])}: is {source} itself; name another place")
-
-
 NO_WEIGHTS = ("ngram", "ngram_gpu", "suffix")  # methods without a draft checkpoint
 FILTERS = dict(top_p=1.0, top_k=0, min_p=0.0)  # of sampling: name -> default, which is off
+# options of `evaluate` that one engine alone reads: name -> default
+ONLY_VLLM = dict(
+    server=None, concurrency=None, max_model_len=None, vllm=None, extra=None, dtype="auto", load="requests"
+)
+ONLY_HERE = dict(rule="standard", as_engine=False, device=None, attn_implementation=None, kv_cache="dynamic")
 
 
-def _check_filters(values: Mapping, decider: str) -> None:
-    "A filter of sampling has an effect only where a temperature is above 0."
-    given: Any = values.get(decider)
-    temperatures = given if hasattr(given, "__iter__") else [given or 0]
-    if max(temperatures, default=0) <= 0:
-        why = f"has no effect with {decider}={shown(given)}, which is greedy; leave it out, or set {decider}=1"
-        for name, default in FILTERS.items():
-            _leave_out(values, name, why, default)
+def _leave_out(values: Mapping, names: Mapping | Sequence[str], why: str) -> None:
+    "Errors: ValueError where an option is given, and is not its default (name -> default), that would have no effect."
+    defaults = names if isinstance(names, Mapping) else dict.fromkeys(names, 0)
+    for name, default in defaults.items():
+        value = values.get(name)
+        if value is not None and value != [] and value != default:
+            raise ValueError(f"{name}={shown(value)}: {why}")
 
 
-def _check_together(values: Mapping) -> None:
-    "Options of any command or function that depend on each other. Errors: ValueError."
+def _check_together(values: Mapping, command: str) -> None:
+    """Options that depend on each other, of any command or function, where some may be given alone. Errors: ValueError."""
     get = values.get
     rank, world_size = get("rank"), get("world_size")
     if rank is not None and world_size is not None and rank >= world_size:
@@ -408,11 +396,11 @@ def _check_together(values: Mapping) -> None:
         raise ValueError(f"down_sample_ratio_min={low}: must be at most down_sample_ratio={high}; lower it")
     if get("eval_share") == 0:
         none = "and eval_share=0 holds no row out; raise eval_share, or leave this out"
-        _leave_out(values, "early_stopping_patience", f"needs evaluations, {none}")
-        _leave_out(values, "decode_prompts", f"is decoded at each evaluation, {none}")
+        _leave_out(values, ["early_stopping_patience"], f"needs evaluations, {none}")
+        _leave_out(values, ["decode_prompts"], f"is decoded at each evaluation, {none}")
     if get("regenerate_every") is None:
         why = "has no effect without regenerate_every; leave it out, or give regenerate_every"
-        _leave_out(values, "regenerate_temperature", why, default=1.0)
+        _leave_out(values, {"regenerate_temperature": 1.0}, why)
     saves, evaluates = get("save_strategy"), get("eval_strategy", "epoch")
     keeps = get("eval_share", 0) != 0 and get("load_best_model_at_end", True)
     if keeps and "save_strategy" in values and saves not in (evaluates, "best"):
@@ -423,105 +411,19 @@ def _check_together(values: Mapping) -> None:
         )
     if (weight := get("per_position_loss_weight")) not in (None, "fixed-exp-decay"):
         why = f"per_position_loss_weight={shown(weight)} weighs every drafted token already; leave one of them out"
-        _leave_out(values, "step_weights", why, default=None)
-    if "temperatures" in values:
-        _check_filters(values, "temperatures")
-
-
-def _check_storage(values: Mapping) -> None:
-    if values.get("storage", "") is None:
+        _leave_out(values, {"step_weights": None}, why)
+    decider = "temperature" if command == "evaluate" else "temperatures"
+    if decider in values:
+        given: Any = get(decider)
+        if max(given if hasattr(given, "__iter__") else [given or 0], default=0) <= 0:
+            why = f"has no effect with {decider}={shown(given)}, which is greedy; leave it out, or set {decider}=1"
+            _leave_out(values, FILTERS, why)
+    from_server = get("source") == "vllm" if command == "features" else command == "train" and get("server") is not None
+    if from_server and get("storage", "") is None:
         raise ValueError(
             "storage=None: is missing; name the folder or the Mooncake store that the server writes to, as in: "
             "speculators-nb serve VERIFIER --hidden-states FOLDER"
         )
-
-
-def _check_features(values: Mapping) -> None:
-    source = values.get("source", "hf")
-    if source == "vllm":
-        _check_storage(values)
-        why = "has no effect with source=vllm; leave it out, or set source=hf"
-        for name, default in (("device", None), ("attn_implementation", None), ("compute_dtype", "auto")):
-            _leave_out(values, name, why, default)
-    elif "source" in values:
-        _leave_out(values, "storage", f"has no effect with source={source}; leave it out, or set source=vllm")
-
-
-def _check_train(values: Mapping) -> None:
-    if values.get("server") is not None:
-        _check_storage(values)
-        _leave_out(values, "regenerate_every", "the verifier must run in this process; leave it or server out", None)
-    elif "server" in values:
-        _leave_out(values, "storage", "has no effect without a server; leave it out, or give server")
-    more = pairs(values.get("extra"))
-    if taken := sorted(more.keys() & values.keys()):
-        option = f"--{taken[0].replace('_', '-')}"
-        given = shown(f"{taken[0]}={more[taken[0]]}")
-        raise ValueError(f"extra={given}: has an option of its own; use {option}")
-    if more:
-        check_options({name: v for name, v in values.items() if name != "extra" and v is not None} | more)
-
-
-# options of `evaluate` that one engine alone reads: name -> default
-ONLY_VLLM = dict(
-    server=None, concurrency=None, max_model_len=None, vllm=None, extra=None, dtype="auto", load="requests"
-)
-ONLY_HERE = dict(rule="standard", as_engine=False, device=None, attn_implementation=None, kv_cache="dynamic")
-
-
-def _check_what_drafts(drafter: Any, method: str | None, verifier: Any, server: str | None) -> None:
-    if drafter is None and method is None and server is None:
-        raise ValueError(
-            "drafter is missing: write evaluate DRAFTER DATA, or give method ngram, suffix or "
-            "mtp (heads of the verifier), and verifier"
-        )
-    if method in NO_WEIGHTS and drafter is not None:
-        raise ValueError(
-            f"drafter={shown(str(drafter))}: method={method} drafts without one; leave it out, "
-            "and name the model as verifier"
-        )
-    if method is not None and drafter is None and method not in (*NO_WEIGHTS, "mtp"):
-        raise ValueError(f"drafter is missing: method={method} needs one; give its folder or hub id")
-    alone = drafter is None and method is not None
-    if verifier is None and (alone or method == "draft_model"):
-        raise ValueError(f"verifier=None: method={method} needs the model that is to write; give it")
-
-
-def _check_evaluate(values: Mapping) -> None:
-    get, engine, k = values.get, values.get("engine"), values.get("k", 1)
-    lengths = k if isinstance(k, (list, tuple)) else [k]
-    if engine == "reference" and (len(lengths) > 1 or 0 in lengths):
-        raise ValueError(
-            f"k={shown(k)}: the reference decoder measures one draft length at a "
-            "time, of at least 1; give one, e.g. 4, or set engine=vllm"
-        )
-    if values.keys() >= {"drafter", "method", "verifier", "server"}:
-        _check_what_drafts(get("drafter"), get("method"), get("verifier"), get("server"))
-    several = get("temperature")
-    if get("method") == "suffix" and isinstance(several, (list, tuple)) and several[1:]:
-        raise ValueError(
-            f"temperature={shown(several)}: method=suffix remembers the answers at the first; measure one at a time"
-        )
-    if engine == "vllm" and "server" in values and get("server") is None:
-        why = "vLLM 0.32 does not take it with speculative decoding; leave it out, or set engine=reference"
-        _leave_out(values, "min_p", why)
-    if engine is not None:
-        other = "vllm" if engine == "reference" else "reference"
-        for name, default in (ONLY_VLLM if engine == "reference" else ONLY_HERE).items():
-            _leave_out(
-                values, name, f"has no effect with engine={engine}; leave it out, or set engine={other}", default
-            )
-    if "temperature" in values:
-        _check_filters(values, "temperature")
-    if get("server") is not None:
-        for name in ("k", "method"):
-            _leave_out(values, name, "is decided when a server starts, and this one runs already; leave it out")
-    check_vllm_arguments(get("extra") or ())
-
-
-def _check_command(values: Mapping, command: str) -> None:
-    "Options of a command that depend on each other, of which some may be given alone. Errors: ValueError."
-    get = values.get
     match command:
         case "regenerate":
             if get("verifier", "") is None and get("server", "") is None:
@@ -530,29 +432,86 @@ def _check_command(values: Mapping, command: str) -> None:
                     "address)"
                 )
             if get("server") is not None:
-                _leave_out(values, "self_prompts", "are written in this process; leave it out")
-        case "features":
-            _check_features(values)
+                _leave_out(values, ["self_prompts"], "are written in this process; leave it out")
+        case "features" if from_server:
+            why = "has no effect with source=vllm; leave it out, or set source=hf"
+            _leave_out(values, dict(device=None, attn_implementation=None, compute_dtype="auto"), why)
+        case "features" if "source" in values:
+            why = f"has no effect with source={get('source')}; leave it out, or set source=vllm"
+            _leave_out(values, ["storage"], why)
         case "train":
-            _check_train(values)
+            if from_server:
+                why = "the verifier must run in this process; leave it or server out"
+                _leave_out(values, {"regenerate_every": None}, why)
+            elif "server" in values:
+                _leave_out(values, ["storage"], "has no effect without a server; leave it out, or give server")
+            more = pairs(get("extra"))
+            if taken := sorted(more.keys() & values.keys()):
+                option = f"--{taken[0].replace('_', '-')}"
+                given = shown(f"{taken[0]}={more[taken[0]]}")
+                raise ValueError(f"extra={given}: has an option of its own; use {option}")
+            if more:
+                check_options({name: v for name, v in values.items() if name != "extra" and v is not None} | more)
         case "evaluate":
             _check_evaluate(values)
-        case "serve":
-            if get("hidden_states") is not None:
-                for name in ("k", "method", "native", "verifier"):
-                    _leave_out(values, name, "hidden_states serves the verifier alone; leave it out")
-            elif "hidden_states" in values:
-                why = "has no effect without hidden_states; leave it out, or give hidden_states"
-                _leave_out(values, "aux_layer_ids", why)
-            check_vllm_arguments(get("extra") or ())
+        case "serve" if get("hidden_states") is not None:
+            why = "hidden_states serves the verifier alone; leave it out"
+            _leave_out(values, ("k", "method", "native", "verifier"), why)
+        case "serve" if "hidden_states" in values:
+            why = "has no effect without hidden_states; leave it out, or give hidden_states"
+            _leave_out(values, ["aux_layer_ids"], why)
         case "check" if get("engine") == "llama.cpp":
-            _leave_out(values, "engine_version", "is a version of vLLM; leave it out, or set engine=vllm")
+            _leave_out(values, ["engine_version"], "is a version of vLLM; leave it out, or set engine=vllm")
         case "export" if get("to") is not None:
-            _leave_out(values, "format", "has no effect with to=llama.cpp, which reads GGUF; leave one of them out")
+            why = "has no effect with to=llama.cpp, which reads GGUF; leave one of them out"
+            _leave_out(values, ["format"], why)
             if get("verifier") is None:
                 raise ValueError(
                     "verifier=None: name the GGUF file that llama.cpp serves; the drafter is given its tokenizer"
                 )
+    if command in ("evaluate", "serve"):
+        check_vllm_arguments(get("extra") or ())
+
+
+def _check_evaluate(values: Mapping) -> None:
+    get, engine, k, method = values.get, values.get("engine"), values.get("k", 1), values.get("method")
+    drafter, verifier, server = get("drafter"), get("verifier"), get("server")
+    lengths = k if isinstance(k, (list, tuple)) else [k]
+    if engine == "reference" and (len(lengths) > 1 or 0 in lengths):
+        raise ValueError(
+            f"k={shown(k)}: the reference decoder measures one draft length at a "
+            "time, of at least 1; give one, e.g. 4, or set engine=vllm"
+        )
+    if values.keys() >= {"drafter", "method", "verifier", "server"}:
+        if drafter is None and method is None and server is None:
+            raise ValueError(
+                "drafter is missing: write evaluate DRAFTER DATA, or give method ngram, suffix or "
+                "mtp (heads of the verifier), and verifier"
+            )
+        if method in NO_WEIGHTS and drafter is not None:
+            raise ValueError(
+                f"drafter={shown(str(drafter))}: method={method} drafts without one; leave it out, "
+                "and name the model as verifier"
+            )
+        if method is not None and drafter is None and method not in (*NO_WEIGHTS, "mtp"):
+            raise ValueError(f"drafter is missing: method={method} needs one; give its folder or hub id")
+        alone = drafter is None and method is not None
+        if verifier is None and (alone or method == "draft_model"):
+            raise ValueError(f"verifier=None: method={method} needs the model that is to write; give it")
+    several = get("temperature")
+    if method == "suffix" and isinstance(several, (list, tuple)) and several[1:]:
+        raise ValueError(
+            f"temperature={shown(several)}: method=suffix remembers the answers at the first; measure one at a time"
+        )
+    if engine == "vllm" and "server" in values and server is None:
+        why = "vLLM 0.32 does not take it with speculative decoding; leave it out, or set engine=reference"
+        _leave_out(values, ["min_p"], why)
+    if engine is not None:
+        other, unread = ("vllm", ONLY_VLLM) if engine == "reference" else ("reference", ONLY_HERE)
+        _leave_out(values, unread, f"has no effect with engine={engine}; leave it out, or set engine={other}")
+    if server is not None:
+        why = "is decided when a server starts, and this one runs already; leave it out"
+        _leave_out(values, ("k", "method"), why)
 
 
 MOST_DRAFTED = 4096  # tokens in a step
@@ -877,17 +836,27 @@ def rule_of(name: str, where: str = "") -> OptionRule | None:  # None: there is 
     return IN.get(f"{where}.{name}") or RULES.get(name)
 
 
-def check_options(values: Mapping, where: str = "") -> None:
-    """Refuse what makes no sense of any options of a command. Errors: ValueError: the option, its value and what to
-    write."""
-    for name, value in values.items():
-        rule = rule_of(name, where)
-        if rule and (wrong := rule.problem(value)):
-            plain = os.fspath(value) if isinstance(value, os.PathLike) else value
-            if rule.alone and isinstance(value, (list, tuple)) and len(value) == 1:
-                plain = value[0]
-            raise ValueError(f"{name}={shown(plain)}: {wrong}")
-    _check_together(values)
-    if where not in ("", "vocab"):  # which writes beside what it reads
-        _check_output(values)
-    _check_command(values, where)
+def check_options(values: Mapping, where: str = "", before: str = "") -> None:
+    """Refuse what makes no sense of any options of a command. Errors: ValueError: `before`, the option, its value and
+    what to write."""
+    try:
+        for name, value in values.items():
+            rule = rule_of(name, where)
+            if rule and (wrong := rule.problem(value)):
+                plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+                if rule.alone and isinstance(value, (list, tuple)) and len(value) == 1:
+                    plain = value[0]
+                raise ValueError(f"{name}={shown(plain)}: {wrong}")
+        _check_together(values, where)
+        if where in ("", "vocab"):  # which writes beside what it reads
+            return
+        for output in values.keys() & {"output", "output_dir"}:
+            for source in values.keys() & {"data", "data_dir", "prepared", "verifier"}:
+                made, read = values[output], values[source]
+                named = all(isinstance(place, (str, os.PathLike)) for place in (made, read))
+                if named and os.path.realpath(made) == os.path.realpath(read):
+                    raise ValueError(f"{output}={shown(os.fspath(made))}: is {source} itself; name another place")
+    except ValueError as e:
+        if before:
+            raise ValueError(f"{before}{e}") from None
+        raise
