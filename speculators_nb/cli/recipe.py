@@ -237,7 +237,7 @@ def _fitted(value, kind):
         return [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in value.items()]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if float in kinds:
-            return float(value)
+            return float(str(value))  # infinite where it is too large
         if kinds & {str, Path} and int not in kinds:
             value = str(value)  # a folder may be called 2026
     return Path(value) if Path in kinds and isinstance(value, str) and value else value

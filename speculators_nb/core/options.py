@@ -80,7 +80,7 @@ def _number(rule, value, whole=False):
     kind = numbers.Integral if whole else numbers.Real
     if isinstance(value, bool) or not isinstance(value, kind):
         return what
-    if not math.isfinite(value):
+    if not (isinstance(value, numbers.Integral) or math.isfinite(value)):
         return f"must be finite, e.g. {rule.example}"
     inside = (
         (rule.low is None or value >= rule.low)

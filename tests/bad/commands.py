@@ -441,6 +441,7 @@ PLACES = [  # what is made may not take the place of what it is made from
 SPELLING = [  # lines that cannot be read
     ("xyzzy", "'xyzzy': there is no such command. Known: calibrate, check"),
     ("train {features} {here}/d --ttt-steps 0", "ttt_steps=0: must be at least 1"),
+    (f"train {{features}} {{here}}/d --seed 1{'0' * 400}", "seed=1000.*: must be at least 0 and at most 4294967295"),
     ("train {features} {here}/d --warmup-steps=-4", "warmup_steps=-4: must be at least 0"),
     (
         "evaluate {drafter} {corpus} --temperatures 1",
@@ -478,6 +479,7 @@ RECIPES = [  # (name, file, content, what must be answered)
         "seed: " + "9" * 5000,
         "recipe.yaml: not YAML of a recipe|recipe.yaml: seed=",
     ),
+    ("a number of 400 digits", "recipe.yaml", f"learning_rate: 1{'0' * 400}", "learning_rate=1000.*: must be finite"),
     ("a number for a switch", "recipe.yaml", "train: {bf16: 1}", "recipe.yaml: train.bf16=1: must be true or false"),
     ("a switch for a number", "recipe.yaml", "seed: true", "recipe.yaml: seed=True: must be a whole number"),
     (
