@@ -301,22 +301,13 @@ def new_app(name: str, help: str) -> App:  # without commands
     return app
 
 
-def _object(text):
-    "JSON of an object."
-    if not isinstance(value := json.loads(text), dict):
-        raise ValueError
-    return value
-
-
-def _place(text):
-    "A path; no text is none, though `Path` takes it for this folder."
-    if not text.strip():
-        raise ValueError
-    return Path(text)
-
-
 NAMED = ("verifier",)  # options in every command, also without a default
-READERS = {int: ("INTEGER", int), float: ("FLOAT", float), dict: ("JSON", _object), Path: ("PATH", _place)}
+READERS: dict[Any, tuple[str, Callable]] = {  # type -> what help calls it, and what reads it
+    int: ("INTEGER", int),
+    float: ("FLOAT", float),
+    dict: ("JSON", json.loads),
+    Path: ("PATH", lambda text: Path(text) if text.strip() else text),  # no text is none, and not this folder
+}
 
 
 def _reader(name, annotation, command) -> dict[str, Any]:

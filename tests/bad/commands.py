@@ -45,7 +45,7 @@ SERVER = [
     ("ftp://host", "{}='ftp://host': is no address of a server"),
 ]
 OBJECT = [
-    ("[1,2]", "{}='\\[1,2\\]': must be a mapping of names and values"),
+    ("[1,2]", "{}=\\[1, 2\\]: must be a mapping of names and values"),
     ("text", "{}='text': must be a mapping"),
     ("{'a':1}", "{}='.a:1.': must be a mapping"),
 ]
