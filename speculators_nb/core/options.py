@@ -80,7 +80,11 @@ def _number(rule, value, whole=False):
     kind = numbers.Integral if whole else numbers.Real
     if isinstance(value, bool) or not isinstance(value, kind):
         return what
-    if not (isinstance(value, numbers.Integral) or math.isfinite(value)):
+    try:
+        finite = whole or math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        finite = False
+    if not finite:
         return f"must be finite, e.g. {rule.example}"
     inside = (
         (rule.low is None or value >= rule.low)

@@ -205,6 +205,7 @@ FURTHER = [  # --extra of train: (name=value, what must be answered)
     ("max_steps=-2", "max_steps=-2: must be at least -1"),
     ("max_steps=1.5", "max_steps=1.5: must be a whole number"),
     ("warmup_steps=NaN", "warmup_steps=nan: must be finite"),
+    (f"warmup_steps=1{'0' * 400}", "warmup_steps=1000.*: must be finite"),
     ("warmup_steps=few", "warmup_steps='few': is text"),
     ("weight_decay=-0.1", "weight_decay=-0.1: must be at least 0"),
     ("weight_decay=Infinity", "weight_decay=inf: must be finite"),
