@@ -100,6 +100,8 @@ def train(
     num_layers: int | None = None,  # how many it has; default: 1
     draft_vocab_size: int | None = None,  # most frequent tokens; default: all of the verifier's
     from_pretrained: Path | None = None,  # start from this drafter's weights, not fresh ones
+    lora_rank: int | None = None,  # train an adapter (LoRA) of that rank, and leave its weights
+    lora_alpha: float | None = None,  # of the adapter; default: twice its rank
     server: list[str] | str | None = None,  # vLLM making features in training (repeatable)
     storage: str | None = None,  # what serve --hidden-states names: a folder, as mounted here
     patience: float = 120.0,  # seconds to wait while none of several servers answers
@@ -150,6 +152,8 @@ def train(
             num_layers=num_layers,
             draft_vocab_size=draft_vocab_size,
             from_pretrained=from_pretrained,
+            lora_rank=lora_rank,
+            lora_alpha=lora_alpha,
             seed=seed,
             eval_share=eval_share,
             on_bad=on_bad,
@@ -166,6 +170,7 @@ def train(
     kind = trainer.model.config.speculators_model_type
     record = dict(algorithm=kind, num_layers=num_layers, seed=seed, resume=resume)
     record |= dict(draft_vocab_size=draft_vocab_size, server=one_or_several(server))
+    record |= dict(lora_rank=lora_rank, lora_alpha=lora_alpha)
     given["learning_rate"] = trainer.args.learning_rate
     record |= given | dict(extra=more, decode_prompts=decode_prompts, eval_share=eval_share)
     origin = dict(features=data_dir, verifier=verifier, from_pretrained=from_pretrained)

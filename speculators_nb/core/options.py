@@ -413,6 +413,15 @@ def _check_together(values: Mapping) -> None:
     if get("regenerate_every") is None:
         why = "has no effect without regenerate_every; leave it out, or give regenerate_every"
         _leave_out(values, "regenerate_temperature", why, default=1.0)
+    if (rank := get("lora_rank")) is not None:
+        if "from_pretrained" in values and get("from_pretrained") is None:
+            raise ValueError(
+                f"lora_rank={shown(rank)}: an adapter is for a drafter that is there; give from_pretrained "
+                "(--from-pretrained), or leave lora_rank out"
+            )
+        _leave_out(values, "fsdp", f"lora_rank={shown(rank)} trains few weights, on every rank; leave one of them out")
+    else:
+        _leave_out(values, "lora_alpha", "has no effect without lora_rank; leave it out, or give lora_rank", None)
     saves, evaluates = get("save_strategy"), get("eval_strategy", "epoch")
     keeps = get("eval_share", 0) != 0 and get("load_best_model_at_end", True)
     if keeps and "save_strategy" in values and saves not in (evaluates, "best"):
@@ -687,6 +696,8 @@ RULES |= {
     "algorithm": OptionRule("word", FIRST_CHOICE, words=algorithms),
     "draft_arch": word("llama", "qwen3", none=True),
     "num_layers": whole(1, 1, 1000, none=True),
+    "lora_rank": whole(16, 1, 2**16, none=True),
+    "lora_alpha": number(32, above=0, none=True),
     "sliding_window": whole(2048, 1, MOST_TOKENS, none=True),
     "full_attention_indices": several(whole(0, 0, 999), [0, 2], none=True),
     "draft_config": path("draft/config.json", none=True),

@@ -47,6 +47,13 @@ from .drafter_arguments import check_whole_vocabulary
 from .formats import pickled_tensors
 from .serving_rules import Rule
 from ..nn.draft_vocabulary import check_vocab_mapping, draft_to_verifier
+from speculators_nb.nn.lora import (
+    AdapterRecord,
+    load_adapter,
+    merged_state,
+    remove_adapter,
+    save_adapter,
+)
 from ..nn.losses import parse_loss
 from speculators_nb.nn.target_head import (
     TargetHead,
@@ -257,6 +264,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     single_layer = ""  # why there cannot be more than one; "": there can
     verify_training_compatible = staticmethod(verify_training_compatible)
 
+    adapter: AdapterRecord | None = None  # of `nn.lora`, while there is one on the weights
     served_as: tuple[str, bool]  # vLLM's method, and whether it drafts all tokens in parallel
     serving_rules: tuple[Rule, ...] = ()  # what vLLM would refuse, see `models.serving_rules`
 
@@ -479,7 +487,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
 
     def saved_state(self, state_dict: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         "What a checkpoint holds: everything but the verifier's."
-        state = state_dict or self.state_dict()
+        state = merged_state(self, state_dict or self.state_dict())
         return {n: w for n, w in state.items() if not n.startswith(self.not_saved)}
 
     def save_pretrained(
@@ -489,7 +497,8 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         dtype: torch.dtype | None = None,  # of the stored floating tensors; None: as they are
         **kwargs,  # accepted from transformers.Trainer, without effect
     ):
-        "Write model.safetensors, then config.json, each atomically, and nothing else."
+        """Write model.safetensors, then config.json, each atomically, and nothing else; of a
+        drafter with an adapter the merged weights, and the adapter alone in `adapter`."""
         folder = Path(save_directory)
         state = {}
         for name, weight in self.saved_state(state_dict).items():
@@ -501,6 +510,8 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
             self.config.architectures = [kind]
         self.config.dtype = dtype or self.dtype
         save_tensors(state, folder / "model.safetensors", metadata={"format": "pt"})
+        if self.adapter:
+            save_adapter(self, folder / "adapter")
         self.config.save_pretrained(folder)
 
     @classmethod
@@ -513,6 +524,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         t2d: Tensor | None = None,  # [V] bool, where the checkpoint holds none
         d2t: Tensor | None = None,  # [Vd]
         verifier: str | os.PathLike | bool | None = None,  # None: the config's; False: none
+        adapter: str | os.PathLike | None = None,  # a LoRA in PEFT's files, merged; or a hub id
         dtype: torch.dtype | str | None = None,  # of all floating weights; None: as stored
         torch_dtype: torch.dtype | str | None = None,  # older name of dtype
         device_map: Any = None,  # the device, "auto", or {"": device}
@@ -529,7 +541,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         verifier's embedding, head and norm are read from its folder or hub id; training needs
         them, and a drafter that stores its own drafts without. Where `verifier` is given, a
         checkpoint of another project is converted. Errors: FileNotFoundError; ValueError
-        naming missing, unexpected or misshapen tensors."""
+        naming missing, unexpected or misshapen tensors, or an adapter of another drafter."""
         path = pretrained_model_name_or_path
         device = requested_device(device_map)
         wanted = requested_dtype(dtype or torch_dtype, None)
@@ -547,6 +559,10 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
             if ignore_mismatched_sizes and t2d is not None and d2t is not None:
                 state = {**state, "t2d": t2d, "d2t": d2t}
             model = build(klass, config, state, path, ignore_mismatched_sizes)
+            if adapter is not None:
+                with hub_access(revision="main"):  # it is another model
+                    load_adapter(model, adapter)
+                remove_adapter(model, merge=True)
             if (found := wanted or requested_dtype(None, state)) is not None:
                 model.to(found)
             if t2d is not None or d2t is not None:
