@@ -45,7 +45,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 PLACE = ROOT / "output/adapters"
 VERIFIER = shipped_data() / "tiny-verifier"
-DOMAINS = "code", "table", "free"
+DOMAINS = "code", "table"
 K, STEPS = 4, 60
 OWN, OTHER = 24, 6  # questions of the domain, and of each other one
 RANKS = {"rank 4": 4, "rank 16": 16}
@@ -73,7 +73,7 @@ def scene(unread: bool) -> Scene:
     rows: dict[str, list[int]] = {}
     for i in range(len(data)):
         rows.setdefault(domain_of[tuple(torch.as_tensor(data.tokens(i)[0]).tolist())], []).append(i)
-    verifier = Verifier.from_pretrained(VERIFIER, list(data.layer_ids or ()), dtype="float32")
+    verifier = Verifier.from_pretrained(VERIFIER, list(data.layer_ids or ())[:-1], dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(VERIFIER)
 
     def answers(conversations, n):
@@ -170,9 +170,9 @@ def length(rows):
 def choose_rates(algorithm):
     "One seed, the domain of code: tokens a step there and elsewhere at each rate."
     table, seen = read("rates.csv", ["algorithm", "variant", "optimizer", "rate"]), scene(unread=True)
-    for variant in ("all weights", "rank 16", "rank 4"):
+    for variant in ("all weights", "rank 16"):
         for optimizer in ("muon", "adamw"):
-            for rate in (3e-4, 1e-3, 3e-3, 1e-2):
+            for rate in (3e-4, 1e-3, 3e-3, 1e-2)[optimizer == "muon" :]:
                 about = dict(algorithm=algorithm, variant=variant, optimizer=optimizer, rate=rate)
                 if len(table) and (table[list(about)] == pd.Series(about)).all(axis=1).any():
                     continue

@@ -206,7 +206,7 @@ def load_adapter(
     record, tensors = read_adapter(folder)
     names = {name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors}
     why = f"adapter={str(folder)!r} is of another model than this {type(model).__name__}"
-    whose = f"; load it with {record.base}" if record.base else ""
+    whose = f"; load it with {record.base or 'the drafter that it was trained on'}"
     linear = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     if unknown := sorted(names - linear):
         raise ValueError(f"{why}: it adapts {unknown[0] or shown(next(iter(tensors)))}{whose}")

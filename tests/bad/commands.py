@@ -119,6 +119,8 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
         ("1000000", "{}=1000000: must be at least 1 and at most 1000"),
         ("one", "{}='one': is text"),
     ],
+    "lora_rank": [("0", "{}=0: must be at least 1"), ("2.5", "{}='2.5': is text"), ("full", "{}='full': is text")],
+    "lora_alpha": [*ABOVE, ("all", "{}='all': is text")],
     "gradient_accumulation_steps": [
         ("0", "{}=0: must be at least 1"),
         ("-1", "{}=-1: must be at least 1"),
@@ -354,6 +356,19 @@ TOGETHER = [  # (name, line after the command's own, what must be answered)
         "--server http://127.0.0.1:1",
         "storage=None: is missing; name the folder",
     ),
+    (
+        "train",
+        "an adapter on nothing",
+        "--lora-rank 4",
+        "lora_rank=4: an adapter is for a drafter that is there; give from_pretrained",
+    ),
+    (
+        "train",
+        "an adapter in shards",
+        "--lora-rank 4 --from-pretrained {here} --fsdp",
+        "fsdp=True: lora_rank=4 trains few weights, on every rank; leave one of them out",
+    ),
+    ("train", "a scale of nothing", "--lora-alpha 4", "lora_alpha=4.0: has no effect without lora_rank; leave it out"),
     (
         "train",
         "ratios that cross",
