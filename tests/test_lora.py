@@ -135,6 +135,13 @@ def test_the_best_adapter_is_kept(tmp_path):
     assert equal(load_file(f"{best}/model.safetensors"), load_file(tmp_path / "out/model.safetensors"))
 
 
+def test_a_run_that_replaces_one_of_an_adapter_leaves_no_adapter(tmp_path):
+    trained(RELEASE / "features", tmp_path)
+    assert (tmp_path / "adapter").is_dir()
+    trained(RELEASE / "features", tmp_path, lora_rank=None, overwrite=True)
+    assert not (tmp_path / "adapter").exists()
+
+
 def test_adapters_are_switched_in_memory(tmp_path):
     model, texts = drafter("eagle3", "llama"), {}
     for domain, seed in (("code", 3), ("table", 4)):

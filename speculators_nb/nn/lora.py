@@ -62,12 +62,12 @@ def adapted(
     model: nn.Module,  # any module
 ) -> dict[str, LowRank]:  # name of a linear layer -> what is added to its weight
     "The layers that have an adapter."
-    return {
-        name: module.parametrizations["weight"][0]
-        for name, module in model.named_modules()
-        if parametrize.is_parametrized(module, "weight")
-        and isinstance(module.parametrizations["weight"][0], LowRank)
-    }
+    found = {}
+    for name, module in model.named_modules():
+        parts: Any = getattr(module, "parametrizations", {})
+        if "weight" in parts and isinstance(parts["weight"][0], LowRank):
+            found[name] = parts["weight"][0]
+    return found
 
 
 def base_fingerprint(
@@ -81,7 +81,7 @@ def base_fingerprint(
         module: Any = model.get_submodule(name)
         weight = module.weight
         if parametrize.is_parametrized(module, "weight"):
-            weight = module.parametrizations["weight"].original
+            weight = module.parametrizations.weight.original
         bits = weight.detach().cpu().bfloat16().contiguous().view(torch.int16)
         digest.update(name.encode() + bits.numpy().tobytes())
     return digest.hexdigest()[:16]
