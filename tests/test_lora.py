@@ -187,7 +187,7 @@ def test_an_adapter_of_another_drafter_is_refused(tmp_path, stored):
     first = next(iter(state))
     broken = {
         "it adapts fc2": {n.replace(".fc.", ".fc2."): w for n, w in state.items()},
-        "is on one side only": state | {first: state[first][:, 1:].contiguous()},
+        r"is \(2, 47\) there and \(2, 48\) here": state | {first: state[first][:, 1:].contiguous()},
         "holds NaN": state | {first: state[first] * torch.nan},
         "lora_magnitude": state | {"base_model.model.fc.lora_magnitude_vector": torch.ones(3)},
     }
