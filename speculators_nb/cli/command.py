@@ -340,7 +340,7 @@ GROUPS = {  # heading -> options below it
     image_folder allow_urls languages features evaluation eval_share on_bad trust_features conversations
     tokens_each""",
     "Training": """num_train_epochs epochs total_seq_len gradient_accumulation_steps optimizer
-    learning_rate bf16 fsdp checkpoint_format context_parallel_size
+    learning_rate lora_rank lora_alpha bf16 fsdp checkpoint_format context_parallel_size
     early_stopping_patience decode_prompts regenerate_every train.extra""",
     "Decoding": """k temperature top_p top_k min_p sampling max_new_tokens rule ngram as_engine kv_cache""",
     "Engine and server": """engine source server storage patience hidden_states concurrency baseline

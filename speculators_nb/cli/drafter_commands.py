@@ -75,6 +75,8 @@ def train(
     num_layers: int | None = None,  # how many it has; default: 1
     draft_vocab_size: int | None = None,  # most frequent tokens; default: all of the verifier's
     from_pretrained: Path | None = None,  # start from this drafter's weights, not fresh ones
+    lora_rank: int | None = None,  # train an adapter (LoRA) of that rank, and leave its weights
+    lora_alpha: float | None = None,  # of the adapter; default: twice its rank
     server: list[str] | str | None = None,  # vLLM making features in training (repeatable)
     storage: str | None = None,  # what serve --hidden-states names: a folder, as mounted here
     patience: float = 120.0,  # seconds to wait while none of several servers answers
@@ -130,6 +132,8 @@ def train(
             num_layers=num_layers,
             draft_vocab_size=draft_vocab_size,
             from_pretrained=from_pretrained,
+            lora_rank=lora_rank,
+            lora_alpha=lora_alpha,
             seed=seed,
             eval_share=eval_share,
             on_bad=on_bad,
@@ -149,6 +153,7 @@ def train(
         given |= dict(learning_rate=args.learning_rate, extra=more, decode_prompts=decode_prompts)
         given |= dict(draft_vocab_size=draft_vocab_size, server=one_or_several(server), eval_share=eval_share)
         given |= dict(num_layers=num_layers, seed=seed, resume=resume)
+        given |= dict(lora_rank=lora_rank, lora_alpha=lora_alpha)
         write_provenance(
             output_dir,
             "train",

@@ -405,6 +405,16 @@ def _check_together(values: Mapping, command: str) -> None:
     if get("regenerate_every") is None:
         why = "has no effect without regenerate_every; leave it out, or give regenerate_every"
         _leave_out(values, {"regenerate_temperature": 1.0}, why)
+    if (rank := get("lora_rank")) is not None:
+        if "from_pretrained" in values and get("from_pretrained") is None:
+            raise ValueError(
+                f"lora_rank={shown(rank)}: an adapter is for a drafter that is there; give from_pretrained "
+                "(--from-pretrained), or leave lora_rank out"
+            )
+        why = f"lora_rank={shown(rank)} trains few weights, on every rank; leave one of them out"
+        _leave_out(values, ["fsdp"], why)
+    else:
+        _leave_out(values, ["lora_alpha"], "has no effect without lora_rank; leave it out, or give lora_rank")
     saves, evaluates = get("save_strategy"), get("eval_strategy", "epoch")
     keeps = get("eval_share", 0) != 0 and get("load_best_model_at_end", True)
     if keeps and "save_strategy" in values and saves not in (evaluates, "best"):
@@ -651,6 +661,8 @@ RULES |= {
     "context_parallel_size": whole(1, 1, 1024),
     "dataloader_num_workers": whole(2, 0, 1024),
     "num_layers": whole(1, 1, 1000, none=True),
+    "lora_rank": whole(16, 1, 2**16, none=True),
+    "lora_alpha": number(32, above=0, none=True),
     "num_hidden_layers": whole(1, 0, 1000),
     "intermediate_size": whole(1024, 1, 2**20, none=True),
     "markov_rank": whole(256, 0, 2**16),

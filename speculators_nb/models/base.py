@@ -19,6 +19,7 @@ from ..core.files import NotSupported, read_object
 from ..core.options import REGISTERED, check_options, shown
 from ..core.registry import ClassRegistryMixin
 from ..nn.draft_vocabulary import check_vocab_mapping, draft_to_verifier
+from ..nn.lora import AdapterRecord, load_adapter, merged_state, remove_adapter, save_adapter
 from ..nn.losses import parse_loss
 from ..nn.supervision import check_batch
 from ..nn.target_head import head_of_family, target_head_for, text_config, verifier_config
@@ -175,6 +176,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     single_layer = ""  # why there cannot be more than one; "": there can
     verify_training_compatible = staticmethod(verify_training_compatible)
 
+    adapter: AdapterRecord | None = None  # of `nn.lora`, while there is one on the weights
     served_as: tuple[str, bool]  # vLLM's method, and whether it drafts all tokens in parallel
     serving_rules: tuple[Rule, ...] = ()  # what vLLM would refuse, see `models.serving_rules`
 
@@ -379,7 +381,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
 
     def saved_state(self, state_dict: Tensors | None = None) -> Tensors:
         "What a checkpoint holds of the model's state, or of this one: everything but the verifier's."
-        state = state_dict or self.state_dict()
+        state = merged_state(self, state_dict or self.state_dict())
         return {n: w for n, w in state.items() if not n.startswith(self.not_saved)}
 
     def save_pretrained(
@@ -389,7 +391,8 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         dtype: torch.dtype | None = None,  # of the stored floating tensors; None: as they are
         **kwargs,  # accepted from transformers.Trainer, without effect
     ):
-        "Write model.safetensors, then config.json, each atomically, and nothing else."
+        """Write model.safetensors, then config.json, each atomically, and nothing else; of a
+        drafter with an adapter the merged weights, and the adapter alone in `adapter`."""
         folder = Path(save_directory)
         state = {}
         for name, weight in self.saved_state(state_dict).items():
@@ -401,6 +404,8 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
             self.config.architectures = [kind]
         self.config.dtype = dtype or self.dtype
         save_tensors(state, folder / "model.safetensors", metadata={"format": "pt"})
+        if self.adapter:
+            save_adapter(self, folder / "adapter")
         self.config.save_pretrained(folder)
 
     @classmethod
@@ -413,6 +418,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         t2d: Tensor | None = None,  # [V] bool, where the checkpoint holds none
         d2t: Tensor | None = None,  # [Vd]
         verifier: str | os.PathLike | bool | None = None,  # None: the config's; False: none
+        adapter: str | os.PathLike | None = None,  # a LoRA in PEFT's files, merged; or a hub id
         dtype: torch.dtype | str | None = None,  # of all floating weights; None: as stored
         torch_dtype: torch.dtype | str | None = None,  # older name of dtype
         device_map: Any = None,  # the device, "auto", or {"": device}
@@ -429,7 +435,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         verifier's embedding, head and norm are read from its folder or hub id; training needs
         them, and a drafter that stores its own drafts without. Where `verifier` is given, a
         checkpoint of another project is converted. Errors: FileNotFoundError; ValueError
-        naming missing, unexpected or misshapen tensors."""
+        naming missing, unexpected or misshapen tensors, or an adapter of another drafter."""
         path = pretrained_model_name_or_path
         device = requested_device(device_map)
         wanted = requested_dtype(dtype or torch_dtype)
@@ -468,6 +474,10 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
                 klass(config).check_state(state, path)
             model = klass(config)
             model.load_state_dict(dict(state), strict=False)
+            if adapter is not None:
+                with hub_access(revision="main"):  # it is another model
+                    load_adapter(model, adapter)
+                remove_adapter(model, merge=True)
             if (found := wanted or requested_dtype(None, state)) is not None:
                 model.to(found)
             if t2d is not None or d2t is not None:

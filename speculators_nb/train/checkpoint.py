@@ -31,6 +31,7 @@ from ..distributed.sharded_training import (
 )
 from ..distributed.sharding import gather, is_sharded, load_whole, local
 from ..models.base import SpeculatorModel
+from ..nn.lora import adapter_record, adapted, load_adapter
 from ..verifier.folders import check_output_dir, is_trained
 from .run_record import (
     accumulation,
@@ -208,7 +209,7 @@ class WholeCheckpoints(Trainer):
             self.args,
             data_record(dataset),
             verifier=getattr(source, "verifier_fingerprint", None),
-            arguments=self.train_kwargs | layers_record(self.model),
+            arguments=self.train_kwargs | layers_record(self.model) | adapter_record(self.model),
         )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs) -> TrainOutput:
@@ -232,6 +233,8 @@ class WholeCheckpoints(Trainer):
             write_record(folder, record)
             if checkpoint:
                 write_record(checkpoint, record)  # one of release 0.1 had none
+            else:  # an adapter of the run that this one replaces
+                shutil.rmtree(Path(folder) / "adapter", ignore_errors=True)
         try:
             return super().train(resume_from_checkpoint=checkpoint, **kwargs)
         finally:
@@ -384,7 +387,11 @@ class WholeCheckpoints(Trainer):
     # ---- loads
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        "Load all weights. Errors: ValueError naming the tensors that are missing or differ."
+        """Load all weights, or the adapter where the others are frozen. Errors: ValueError naming the tensors that are
+        missing or differ."""
+        if adapted(self.model):
+            load_adapter(self.model, Path(resume_from_checkpoint) / "adapter")
+            return
         if has_shards(resume_from_checkpoint):
             load_model_shards(resume_from_checkpoint, self.model)
             return
@@ -397,7 +404,7 @@ class WholeCheckpoints(Trainer):
 
     def _load_best_model(self):
         best: Any = self.state.best_model_checkpoint
-        if is_sharded(self.model) or has_shards(best):
+        if is_sharded(self.model) or has_shards(best) or adapted(self.model):
             self._load_from_checkpoint(best)
         else:
             super()._load_best_model()

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.data import Subset
 from transformers import PretrainedConfig
 
@@ -33,10 +34,12 @@ from ..nn.draft_vocabulary import (
     vocab_mapping_from_frequencies,
 )
 from ..nn.layers import check_layer_config, draft_layer_config
+from ..nn.lora import add_adapter
 from ..verifier.folders import check_output_dir, layout_of
 from ..verifier.identity import VerifierInfo
 from ..verifier.tapped_model import Verifier, default_aux_layer_ids
 from .live_view import was_interrupted
+from .optimizers import parameter_kinds
 from .trainer import Measure, SpeculatorTrainer, train
 
 log = logging.getLogger(__name__)
@@ -266,6 +269,13 @@ def keep_shape(model: SpeculatorModel, place: str | os.PathLike, given: Mapping[
                 method.speculative_tokens = drafted
 
 
+def hidden_layers(model: SpeculatorModel) -> list[str]:
+    "Names of the linear layers that training changes, without those that read or write a vocabulary."
+    kinds = parameter_kinds(model)
+    linear = (name for name, module in model.named_modules() if isinstance(module, nn.Linear))
+    return [name for name in linear if kinds.get(f"{name}.weight") == "hidden"]
+
+
 def _model_and_features(data_dir, info, from_pretrained, source, args, seed):
     "A fresh drafter, or a trained one to start from; and the features that it reads."
     layers, size = args["target_layer_ids"], args["draft_vocab_size"]
@@ -292,6 +302,8 @@ def train_drafter(
     num_layers: int | None = None,  # number of draft layers; None: 1, or as many as there are
     draft_vocab_size: int | None = None,  # None: the verifier's whole vocabulary
     from_pretrained: str | os.PathLike | None = None,  # start from its weights, not fresh ones
+    lora_rank: int | None = None,  # train an adapter of that rank, and leave its weights
+    lora_alpha: float | None = None,  # of the adapter; None: twice its rank
     seed: int = 0,  # of the initial weights, the split and the training
     eval_share: float | None = None,  # held-out share; None: the prepared folder's, else 0.05
     on_bad: str = "raise",  # a feature file that does not check: "raise" or "skip"
@@ -316,7 +328,8 @@ def train_drafter(
         drafter["algorithm"] = algorithm
     vocabulary = {"draft_vocab_size": draft_vocab_size, "target_layer_ids": target_layer_ids}
     rows = {"eval_share": eval_share, "on_bad": on_bad, "trust_features": trust_features, "seed": seed}
-    check_options(drafter | vocabulary | rows | training_args)
+    adapter = {"from_pretrained": from_pretrained, "lora_rank": lora_rank, "lora_alpha": lora_alpha}
+    check_options(drafter | vocabulary | rows | adapter | training_args)
     shape, training_args = layer_arguments(training_args)
     if from_pretrained is not None:
         refuse_given(shape, "from_pretrained brings its own layers")
@@ -338,6 +351,10 @@ def train_drafter(
         args=drafter | vocabulary | shape | training_args,
         seed=seed,
     )
+    if lora_rank is not None:
+        torch.manual_seed(seed)
+        model.float()  # bfloat16 would round a small difference away
+        add_adapter(model, hidden_layers(model), lora_rank, lora_alpha, base=str(from_pretrained))
     if isinstance(data, LiveFeatures) and training_args.get("dataloader_num_workers"):
         raise ValueError(
             f"dataloader_num_workers={training_args['dataloader_num_workers']}: the verifier "

@@ -85,6 +85,8 @@ conversations tokens_each devices"""
 RANGES = {  # numbers: option, or command.option -> (what is typed, the range that is answered)
     **dict.fromkeys(COUNTS.split(), ("0 -3 many 99999999999", r"at least 1 and at most \d+")),
     "num_layers": ("0 1000000 one", "at least 1 and at most 1000"),
+    "lora_rank": ("0 2.5 full", "at least 1 and at most 65536"),
+    "lora_alpha": ("0 -1 nan inf all", "greater than 0"),
     "gradient_accumulation_steps": ("0 -1 0.5", "at least 1"),
     "speculative_tokens": ("0 1000000000 x", "at least 1 and at most 4096"),
     "max_length": ("-1 1 10000000000", "at least 2 and at most 4194304"),
@@ -278,6 +280,19 @@ TOGETHER = [  # (name, line after the command's own, what must be answered)
         "--server http://127.0.0.1:1",
         "storage=None: is missing; name the folder",
     ),
+    (
+        "train",
+        "an adapter on nothing",
+        "--lora-rank 4",
+        "lora_rank=4: an adapter is for a drafter that is there; give from_pretrained",
+    ),
+    (
+        "train",
+        "an adapter in shards",
+        "--lora-rank 4 --from-pretrained {here} --fsdp",
+        "fsdp=True: lora_rank=4 trains few weights, on every rank; leave one of them out",
+    ),
+    ("train", "a scale of nothing", "--lora-alpha 4", "lora_alpha=4.0: has no effect without lora_rank; leave it out"),
     (
         "train",
         "ratios that cross",

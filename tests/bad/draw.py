@@ -260,6 +260,7 @@ WHOLE = {
     "max_tokens": 1,
     "vocab_size": 1,
     "num_layers": 1,
+    "lora_rank": 1,
     "total_seq_len": 2,
     "gradient_accumulation_steps": 1,
     "early_stopping_patience": 1,
@@ -278,6 +279,7 @@ REAL = {
     "eval_share": (0, 0.999),
     "num_train_epochs": (1e-9, 1e6),
     "learning_rate": (1e-300, 1e300),
+    "lora_alpha": (1e-300, 1e300),
     "epochs": (1e-9, 1e6),
 }
 WORDS = {
