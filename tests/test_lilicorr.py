@@ -269,6 +269,16 @@ def test_a_document_does_not_reach_another():
     assert of_one["lattice_ce_sum"] > 0 and torch.equal(one, two)
 
 
+@pytest.mark.parametrize("lean", [True, False])
+def test_a_row_without_loss(lean):
+    "Its loss is 0, and so are its gradients."
+    model, batch = random_model(2, block_size=4)
+    batch["loss_mask"] = torch.zeros(1, 40, dtype=torch.bool)
+    _, loss, _ = model(**batch, lean=lean)
+    loss.backward()
+    assert loss == 0 and not any(p.grad.any() for p in model.parameters() if p.grad is not None)
+
+
 def test_the_lattice_trains_the_layers():
     "The candidates' log-probabilities are live: without the lattice's terms the layers get another gradient."
     model, batch = random_model(3, sample_from_anchor=False, lilicorr_candidate_topk=30, block_size=4)
