@@ -23,6 +23,7 @@ NAMES = {
     "eagle": "EAGLE",
     "eagle3": "EAGLE-3",
     "hass": "HASS",
+    "lilicorr": "LiLiCorr",
     "medusa": "Medusa",
     "mlp": "MLP speculator",
     "mtp": "MTP",

@@ -73,6 +73,11 @@ DRAFTERS = {  # name -> (algorithm, arguments of from_training_args, of get_trai
     "dflash2": ("dflash2", BLOCK | dict(selector_rank=8, selector_top_k=5), dict(max_anchors=16)),
     "xpress": ("xpress", BLOCK | dict(xpress_rank=8), dict(max_anchors=16)),
     "domino": ("domino", BLOCK | dict(emb_dim=8, gru_hidden_dim=8), dict(max_anchors=16)),
+    "lilicorr": (
+        "lilicorr",
+        BLOCK | dict(lilicorr_hidden_size=8, lilicorr_factor_dim=8, lilicorr_num_heads=2),
+        dict(max_anchors=16),
+    ),
     "query_only": ("query_only", {}, dict(ttt_steps=3)),
     "mtp": ("mtp", dict(fresh_head=True), {}),
     "mlp": ("mlp", dict(num_heads=3, intermediate_size=H), {}),

@@ -246,7 +246,7 @@ KINDS = {
 
 def test_every_format_is_tested():
     "Layouts with limits have their tests in test_xpress.py, test_domino.py and test_query_only.py."
-    others = {"domino": "domino", "xpress": "xpress", "gemma4_assistant": "query_only"}
+    others = {"domino": "domino", "lilicorr": "lilicorr", "xpress": "xpress", "gemma4_assistant": "query_only"}
     assert {f.name: f.model_type for f in formats()} == KINDS | others
 
 

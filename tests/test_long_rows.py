@@ -126,6 +126,6 @@ def test_what_cannot_share_a_row_is_refused():
     trainer: Any = SimpleNamespace(model=drafter("peagle", "llama"), args=SimpleNamespace(context_parallel_size=2))
     with pytest.raises(ValueError, match="context_parallel_size=2: PEagleDraftModel needs a row"):
         SpeculatorTrainer.share_rows(trainer)
-    for name in ("dspark rnn", "dflash2", "xpress", "domino"):
+    for name in ("dspark rnn", "dflash2", "xpress", "domino", "lilicorr"):
         with pytest.raises(ValueError, match="DraftModel reads the whole row"):
             drafter(name, "llama").targets_ahead()

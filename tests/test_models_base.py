@@ -275,6 +275,7 @@ def test_documented_errors(verifier):
         "dflash2",
         "xpress",
         "domino",
+        "lilicorr",
         "query_only",
         "mlp",
         "medusa",

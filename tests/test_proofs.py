@@ -36,6 +36,10 @@ SMALL = dict(
     xpress_rank=4,
     emb_dim=4,
     gru_hidden_dim=4,
+    lilicorr_candidate_topk=5,
+    lilicorr_hidden_size=4,
+    lilicorr_factor_dim=4,
+    lilicorr_num_heads=2,
     target_layer_ids=[0, 2, 4],
 )
 FEW = 400

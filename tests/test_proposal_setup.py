@@ -82,6 +82,10 @@ LEARNED = {  # name -> (algorithm, arguments of `new_drafter`)
         | dict(pure_draft_prefix_len=0),
     ),
     "dflash2": ("dflash2", BLOCKS | dict(block_size=6, selector_rank=5, selector_top_k=7)),
+    "lilicorr": (
+        "lilicorr",
+        BLOCKS | dict(block_size=6, lilicorr_hidden_size=8, lilicorr_factor_dim=4, lilicorr_num_heads=2),
+    ),
     "xpress": ("xpress", BLOCKS | dict(block_size=6, xpress_rank=6)),
     "xpress, half the vocabulary": (
         "xpress",
@@ -90,7 +94,7 @@ LEARNED = {  # name -> (algorithm, arguments of `new_drafter`)
 }
 LAST_STATE = ("eagle", "mtp", "medusa", "mlp")  # read the verifier's last state, and no layers of a choice
 PARALLEL = [name for name in LEARNED if name.startswith(("peagle", "dflash", "medusa")) and name != "dflash2"]
-PATHS = [name for name in LEARNED if name.startswith(("mlp", "dspark", "domino", "dflash2", "xpress"))]
+PATHS = [name for name in LEARNED if name.startswith(("mlp", "dspark", "domino", "dflash2", "xpress", "lilicorr"))]
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ from blocks import dense_states
 from matrix import DRAFTERS, H, V, batch_for, drafter, train_step, verifier
 from packaging.version import Version
 from test_dflash2 import block_rows
+from test_lilicorr import block_rows as lattice_rows
 from test_xpress import block_distributions
 from transformers import LlamaConfig, Phi3Config, Qwen3_5TextConfig, Qwen3Config, Qwen3NextConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -72,7 +73,7 @@ SIZES = dict(
 # what a drafter can get wrong: angles that depend on the length, a part of a head, parameters by layer type
 ALWAYS = ["dynamic", "longrope, half", "by layer type"]
 WITH_ATTENTION = ["eagle", "eagle3", "eagle3 qwen3", "peagle", "dflash", "dflash2", "dspark vanilla", "xpress"]
-WITH_ATTENTION += ["domino", "mtp"]
+WITH_ATTENTION += ["domino", "lilicorr", "mtp"]
 
 
 def layer_config(rope, cls=LlamaConfig, **sizes):
@@ -205,7 +206,7 @@ def test_training(name, rope):
 
 
 # distributions of a block's slots, the tokens in front being those of a text
-BLOCK_ROWS = {"dflash2": block_rows, "xpress": block_distributions}
+BLOCK_ROWS = {"dflash2": block_rows, "lilicorr": lattice_rows, "xpress": block_distributions}
 TOKENS = torch.randint(V - 1, (26,), generator=torch.Generator().manual_seed(3))
 
 

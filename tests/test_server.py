@@ -84,7 +84,9 @@ def test_another_verifier_needs_the_method_in_words(drafters, tmp_path):
     }
 
 
-@pytest.mark.parametrize("name, method, version", [("eagle", "eagle", None), ("medusa", "medusa", "0.32")])
+@pytest.mark.parametrize(
+    "name, method, version", [("eagle", "eagle", None), ("medusa", "medusa", "0.32"), ("lilicorr", "dflash", None)]
+)
 def test_a_family_with_a_layout_of_its_own_is_written_in_that(drafters, tmp_path, name, method, version):
     with pytest.raises(ValueError, match="native=FOLDER"):
         serve_command(drafters / name, engine_version=version)

@@ -37,6 +37,8 @@ ARGUMENTS = dict(
     xpress_rank=16,
     emb_dim=16,
     gru_hidden_dim=16,
+    lilicorr_hidden_size=16,
+    lilicorr_factor_dim=16,
 )
 DRAFTERS = {name: (name, {}) for name in algorithms()} | {"hass": ("eagle", dict(forward_num_total=3))}
 HEADS = ("mlp", "medusa")

@@ -34,8 +34,8 @@ HEADS = dict(hidden_size=4096, num_attention_heads=32, num_key_value_heads=8, he
 QWEN3_8B = HEADS | dict(intermediate_size=12288, num_hidden_layers=36, vocab_size=151936)
 LLAMA_8B = HEADS | dict(intermediate_size=14336, num_hidden_layers=32, vocab_size=128256)
 DRAFT_VOCAB = 32000
-WHOLE = ("dflash2",)  # its selector knows every token
-LAYERS = dict(peagle=4, dflash=5, dflash2=5, domino=5, dspark=5, xpress=5)  # else 1
+WHOLE = ("dflash2", "lilicorr")  # its selector knows every token
+LAYERS = dict(peagle=4, dflash=5, dflash2=5, domino=5, dspark=5, lilicorr=5, xpress=5)  # else 1
 FOR_GEMMA = {"query_only"}  # served for another family than the table's
 SHARED = ("embed_tokens", "lm_head", "verifier_lm_head")  # where frozen: the verifier's, or rows of it
 VERSIONS = ("0.32", "0.33")  # of vLLM

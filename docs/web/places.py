@@ -52,6 +52,7 @@ DRAFTERS = [  # their notebooks are a group of their own; all others of a packag
     "models/12_dflash2.ipynb",
     "models/13_xpress.ipynb",
     "models/21_domino.ipynb",
+    "models/22_lilicorr.ipynb",
     "models/16_mtp.ipynb",
     "models/15_query_only.ipynb",
     "models/18_mlp_speculator.ipynb",

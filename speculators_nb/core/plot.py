@@ -33,8 +33,9 @@ COLOURS = {
     "query_only": "#00a5a5",
     "suffix": "#8c564b",
     "draft model": "#000000",
+    "lilicorr": "#2000f0",
 }
-MARKERS = dict(zip(COLOURS, "xsovD^<>Phd*H81pX"))
+MARKERS = dict(zip(COLOURS, "xsovD^<>Phd*H81pX2"))
 # colour and marker of names that are not in the palette
 _SPARE = list(zip(["#44aa99", "#aa4499", "#117733", "#ddcc77", "#661100", "#6699cc"], "4+8123"))
 STYLE: dict[Any, Any] = {

@@ -11,6 +11,8 @@ from .eagle import EagleSpeculator as EagleSpeculator
 from .eagle import EagleSpeculatorConfig as EagleSpeculatorConfig
 from .eagle3 import Eagle3DraftModel as Eagle3DraftModel
 from .eagle3 import Eagle3SpeculatorConfig as Eagle3SpeculatorConfig
+from .lilicorr import LiLiCorrDraftModel as LiLiCorrDraftModel
+from .lilicorr import LiLiCorrSpeculatorConfig as LiLiCorrSpeculatorConfig
 from .medusa import MedusaModel as MedusaModel
 from .medusa import MedusaSpeculatorConfig as MedusaSpeculatorConfig
 from .mlp_speculator import MLPSpeculator as MLPSpeculator

@@ -149,6 +149,7 @@ class BlockStates(NamedTuple):
     blocks: Blocks
     hidden: Tensor  # [A, B, H], normed
     bias: SlotBias | None = None
+    context: Tensor | None = None  # [L, H], what the layers make keys and values of
 
 # %% ../../nbs/models/10_dflash.ipynb #blk00023
 class BlockReader(CachedDrafter):
@@ -635,10 +636,10 @@ class DFlashDraftModel(SpeculatorModel):
             part.check(hidden_states, verifier_last_hidden_states, self.targets_ahead())
             blocks = row_blocks.of_part(part.start, part.stop)
         blocks = blocks.to(ids.device, self.config.first_slot)
-        tokens = self.block_tokens(ids[blocks.anchors])
+        tokens, context = self.block_tokens(ids[blocks.anchors]), self.context(hidden_states[0])
         hidden = self.block_hidden(
             tokens,
-            self.context(hidden_states[0]),
+            context,
             blocks.anchors if part is None else to_device(row_blocks.anchors, ids.device),
             documents,
             position_ids[0],
@@ -648,7 +649,7 @@ class DFlashDraftModel(SpeculatorModel):
             drawn_anchors=blocks.drawn_anchors,
             part=part,
         )
-        states = BlockStates(ids, documents, blocks, hidden)
+        states = BlockStates(ids, documents, blocks, hidden, context=context)
         states = states._replace(bias=self.slot_bias(states, lean))
         weight = self.slot_weight(
             blocks.supervised,

@@ -377,7 +377,7 @@ class DSparkDraftModel(DFlashDraftModel):
     ) -> tuple[Tensor, dict[str, Tensor]]:  # loss, metrics
         "The loss of the slots, and the confidence loss."
         out, metrics = score(states)
-        _, _, blocks, hidden, bias = states
+        blocks, hidden, bias = states.blocks, states.hidden, states.bias
         supervised, first = blocks.supervised, self.config.first_slot
         accept = out.accept.detach()
         metrics |= acceptance_metrics(accept, blocks, first, upstream)

@@ -1,4 +1,4 @@
-"""Checkpoints of DFlash and DFlash2 in z-lab's layout, DSpark and Domino as released, XPress as vLLM 0.33 serves it.
+"""Checkpoints of DFlash and DFlash2 in z-lab's layout, DSpark and Domino as released, XPress and LiLiCorr for vLLM.
 DSpark's releases are DeepSeek's and NVIDIA's, Domino's are its authors' and SpecForge's. The tensors have our names;
 layer ids differ by one."""
 
@@ -32,6 +32,7 @@ from .formats import (
     without_borrowed,
     write_native,
 )
+from .lilicorr import LILICORR_FIELDS, LILICORR_LAYOUT_RULES, LiLiCorrSpeculatorConfig
 from .llama_cpp import GGUFDraft, Limits, register_gguf
 from .xpress import XPRESS_LAYOUT_RULES, XPressSpeculatorConfig
 
@@ -335,12 +336,60 @@ def read_xpress(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     return fields, rename(tensors, inverse(XPRESS_NAMES))
 
 
+CONVOLUTIONS = ("conv_kernel_size", "conv_group_size")
+SEQUENTIAL_NAMES = {  # where NVIDIA ModelOpt has the scorer's MLPs -> where vLLM looks for them
+    "feature_mlp.0.": "feature_norm.",
+    "feature_mlp.1.": "feature_mlp.up_proj.",
+    "feature_mlp.3.": "feature_mlp.down_proj.",
+    ".mlp.0.": ".mlp.up_proj.",
+    ".mlp.2.": ".mlp.down_proj.",
+}
+
+
+def named_mlps(name: str) -> str:
+    "vLLM's name of a tensor of the scorer."
+    for old, new in SEQUENTIAL_NAMES.items():
+        name = name.replace(old, new)
+    return name
+
+
+def read_lilicorr(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
+    """Read a LiLiCorr checkpoint as ModelOpt writes it or vLLM serves it. Errors: as from `read_dflash`; ValueError for
+    a missing size: two of them change the scores and no shape."""
+    fields, tensors = read_dflash(native, target)
+    value = partial(native.config_value, block="dflash_config")
+    sizes = {name: value(name) for name in LILICORR_FIELDS}
+    if missing := [name for name, size in sizes.items() if size is None]:
+        raise ValueError(
+            f"{native.name}: {missing[0]} is not in config.json; write there what the drafter was trained with"
+        )
+    convolutions = {name: value(name) for name in CONVOLUTIONS if value(name)}
+    fields |= sizes | convolutions | dict(slot_convolutions=bool(convolutions))
+    return fields, {named_mlps(n) if n.startswith("lilicorr.") else n: w for n, w in tensors.items()}
+
+
+def write_lilicorr(config: LiLiCorrSpeculatorConfig, tensors: Tensors, folder: Folder, target: Target | None = None):
+    """Write the layout that vLLM serves with method "dflash". Errors: ValueError for a drafter that samples from the
+    anchor, and for candidates that vLLM's kernel does not take."""
+    stored = config.to_dict()
+    problems = [line for rule in LILICORR_LAYOUT_RULES for line in rule(stored, None)]
+    if problems:
+        raise ValueError("; ".join(problems))
+    raw = dflash_config_json(config, target)
+    block = raw["dflash_config"] | {name: getattr(config, name) for name in LILICORR_FIELDS}
+    if not config.slot_convolutions:
+        block = {name: value for name, value in block.items() if name not in CONVOLUTIONS}
+    block |= dict(projector_type="lilicorr", lilicorr_enabled=True)
+    write_native(folder, raw | dict(architectures=["LiLiCorrDraftModel"], dflash_config=block), tensors)
+
+
 # a tensor of each drafter that is made of DFlash's blocks, and of no other
 OWN_TENSORS = {
     "dflash2": "candidate_selector.predecessor_codebook",
     "dspark": "markov_head.markov_w1.weight",
     "domino": "prefix_gru.weight_ih_l0",  # SpecForge's first ones have it in their `logit_head`
     "xpress": "xpress_head.mix.L",
+    "lilicorr": "lilicorr.slot_embedding",
 }
 
 
@@ -378,6 +427,9 @@ def register_block(name: str, about: str, read: Callable, write: Callable):  # a
 register_block("dflash2", "DFlash2 checkpoints of z-lab's layout", read_dflash2, write_dflash)
 register_block("dspark", "DSpark checkpoints as DeepSeek and NVIDIA release them", read_dspark, write_dspark)
 register_block("domino", "Domino checkpoints of SpecForge's layout, which SGLang serves", read_domino, write_domino)
+register_block(
+    "lilicorr", "LiLiCorr checkpoints as ModelOpt writes and vLLM serves them", read_lilicorr, write_lilicorr
+)
 register_block("xpress", "XPress checkpoints that vLLM 0.33 serves", read_xpress, write_xpress)
 
 

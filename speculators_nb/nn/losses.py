@@ -430,10 +430,14 @@ class TargetHead(nn.Module):
         self.weight = weight
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
-    def finish(self, logits: Tensor) -> Tensor:  # [..., Vd] raw, not changed
+    def finish(
+        self,
+        logits: Tensor,  # [..., Vd] raw, or [..., C] of some tokens; not changed
+        ids: Tensor | None = None,  # [..., C] of these; None: all rows
+    ) -> Tensor:  # of the same shape
         "Bias, scale and soft-cap on the raw products."
         if self.bias is not None:
-            logits = logits + self.bias
+            logits = logits + (self.bias if ids is None else self.bias[ids])
         if self.scale != 1:
             logits = logits * self.scale
         if self.softcap is None:

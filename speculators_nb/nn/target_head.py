@@ -151,7 +151,7 @@ class UnknownHead(TargetHead):
 
     reason = ""
 
-    def finish(self, logits):
+    def finish(self, logits, ids=None):
         raise ValueError(self.reason)
 
 

@@ -25,7 +25,7 @@ from ..nn.compiled import product_dtype
 
 # %% ../../nbs/train/01_optimizers.ipynb #0dbc01a9
 # a parameter whose name holds one of these is a table or a head
-LOOKUP_NAMES = "embed", "head", "codebook", "markov", "readout"
+LOOKUP_NAMES = "embed", "head", "codebook", "markov", "readout", "slot_bias"
 
 
 def parameter_kinds(

@@ -196,6 +196,7 @@ OF_NAN = {
     "dspark": "norm.weight",
     "xpress": "norm.weight",
     "domino": "norm.weight",
+    "lilicorr": "norm.weight",
     "medusa": "lm_heads.0.weight",
     "query_only": "norm.weight",
     "mlp": "head.0.weight",

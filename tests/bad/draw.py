@@ -39,6 +39,7 @@ RUNS = {
     "dflash": "block_size=4 max_anchors=4 mask_token_id=63",
     "dflash2": "block_size=4 max_anchors=4 selector_rank=4 selector_top_k=8 mask_token_id=63",
     "domino": "block_size=4 max_anchors=4 emb_dim=4 gru_hidden_dim=4 mask_token_id=63",
+    "lilicorr": "block_size=4 max_anchors=4 lilicorr_hidden_size=4 lilicorr_num_heads=2 mask_token_id=63",
     "dspark": "block_size=3 max_anchors=4 markov_rank=4 mask_token_id=63",
     "mtp": "num_speculative_steps=2 fresh_head=true",
     "mlp": "num_heads=2",

@@ -25,6 +25,7 @@ NAMES = (
     "dflash2",
     "xpress",
     "domino",
+    "lilicorr",
     "query_only",
     "mtp",
     "mlp",
@@ -33,7 +34,7 @@ NAMES = (
 RANDOM = {
     "eagle": dict(noise_std=0.2),
     "peagle": dict(down_sample_ratio=0.6, max_anchors=5),
-    **{name: dict(max_anchors=3) for name in ("dflash", "dspark rnn", "dflash2", "xpress", "domino")},
+    **{name: dict(max_anchors=3) for name in ("dflash", "dspark rnn", "dflash2", "xpress", "domino", "lilicorr")},
 }
 ROWS_IN_STEP = 4
 STEPS = int(os.environ.get("RANKS_STEPS", "4"))  # in two epochs, whose last steps lack a row
