@@ -67,7 +67,8 @@ def run(job, root, ranks, fsdp):
     "Train as `job` says; the trainer, after the run."
     family = family_of(job.name)
     model = drafter(job.name, family)
-    settings, folder = dict(job.settings), Path(root) / job.folder
+    settings, folder = {"measure": norms} | job.settings, Path(root) / job.folder
+    measure = settings.pop("measure")
     rows = samples_for(model, family, ROWS_IN_STEP * (SAVE + 1) - 1)
     held_out = samples_for(model, family, 3, seed=1)
     if job.resume:
@@ -82,7 +83,7 @@ def run(job, root, ranks, fsdp):
     base["gradient_accumulation_steps"] = ROWS_IN_STEP // ranks
     args = SpeculatorTrainingArguments(str(folder), **base | settings)
     try:
-        trainer = train(model, rows, held_out, args, measure=norms, **DRAFTERS[job.name][2])
+        trainer = train(model, rows, held_out, args, measure=measure, **DRAFTERS[job.name][2])
     except FloatingPointError as e:
         assert job.fails and job.fails in str(e), e
         return None

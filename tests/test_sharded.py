@@ -31,7 +31,8 @@ KINDS = [
     Job("eagle3", "bf16", dict(bf16=True)),
     Job("dflash2", "muon", dict(optimizer="muon")),
     Job(SAVED, "full", KEPT | dict(optimizer="muon")),
-    Job(SAVED, "sharded", KEPT | dict(optimizer="muon", checkpoint_format="sharded")),
+    # saved straight after an evaluation, whose forward leaves weights whole
+    Job(SAVED, "sharded", KEPT | dict(optimizer="muon", checkpoint_format="sharded", eval_steps=SAVE, measure=None)),
 ]
 ONLY_SHARDED = [
     Job(SAVED, f"{kind.folder}_resumed", kind.settings, resume=f"{kind.folder}/{HALF}") for kind in KINDS[2:]

@@ -21,7 +21,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ..core.checkpoints import load_tensors
 from ..core.files import atomic_write, read_object
-from .sharding import gather, is_sharded, local, part_of, shard, unsharded_class
+from .sharding import gather, is_sharded, local, part_of, shard, split_again, unsharded_class
 
 SHARDS = "shards"  # the folder inside a checkpoint
 INDEX = "shards.json"  # in that folder: the size of each file, the learning rate of each weight
@@ -35,6 +35,7 @@ def model_tensors(model: Any) -> dict[str, Tensor]:
 
 def _updated(model: nn.Module, optimizer: Any) -> Iterator[tuple[str, Tensor, dict]]:
     "Name, weight and group of what the optimizer updates."
+    split_again(model)
     names = {id(p): name for name, p in model.named_parameters()}
     for group in optimizer.param_groups:
         for p in group["params"]:

@@ -38,6 +38,13 @@ def shard(model: Any) -> None:
     model.set_reduce_scatter_unused_params(True)
 
 
+def split_again(model: nn.Module) -> None:
+    "Split the weights that a forward pass without a backward pass, an evaluation, has left whole."
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 def unsharded_class(model: nn.Module) -> type:
     "The class that a drafter, sharded or not, had before it was sharded."
     return type(model).__mro__[2] if is_sharded(model) else type(model)
@@ -51,6 +58,7 @@ def local(tensor: Tensor) -> Tensor:
 def sharding_table(model: nn.Module) -> pd.DataFrame:
     """What of a drafter is on this rank, a row for each parameter: group, shape, shape on this rank, whether it is
     trained."""
+    split_again(model)
     groups = {name: module for name, module in model.named_modules() if is_sharded(module)}
     rows = []
     for name, p in model.named_parameters():
