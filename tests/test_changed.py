@@ -9,13 +9,13 @@ import changed
 import pytest
 
 ROOT = Path(__file__).parents[1]
-MASKS = "nbs/nn/02_attention.ipynb"
-NOTEBOOKS = [MASKS, "nbs/nn/06a_losses.ipynb", "nbs/tutorials/01_first.ipynb", "nbs/index.ipynb"]
+ATTENTION = "nbs/nn/02_attention.ipynb"
+NOTEBOOKS = [ATTENTION, "nbs/nn/06a_losses.ipynb", "nbs/tutorials/01_first.ipynb", "nbs/index.ipynb"]
 SOURCES = {
     "tests/test_masks.py": "from speculators_nb.nn.attention import ttt",
     "tests/test_late.py": "def test():\n    import speculators_nb.nn.attention as m",
-    "tests/test_other.py": "from speculators_nb.nn import masks_of_others\nfrom speculators_nb import nn",
-    "tests/test_named.py": "from speculators_nb.nn import masks",
+    "tests/test_other.py": "from speculators_nb.nn import attention_of_others\nfrom speculators_nb import nn",
+    "tests/test_named.py": "from speculators_nb.nn import attention",
     "tests/test_matrix.py": "from matrix import V\nfrom bad.draw import draw",
     "tests/test_pages.py": "TEXT = (ROOT / 'docs/differences.md').read_text() + open('Makefile').read()",
     "tests/test_corpus.py": "FOLDER = ROOT / 'data/corpus'",
@@ -25,7 +25,7 @@ SOURCES = {
 @pytest.mark.parametrize(
     "path, module",
     [
-        (MASKS, "speculators_nb.nn.attention"),
+        (ATTENTION, "speculators_nb.nn.attention"),
         ("nbs/index.ipynb", None),
         ("speculators_nb/nn/attention.py", "speculators_nb.nn.attention"),
         ("speculators_nb/nn/__init__.py", "speculators_nb.nn"),
@@ -46,10 +46,10 @@ def test_files_of_tests_have_short_names_too():
     "paths, tasks",
     [
         (["tests/test_masks.py"], ["tests/test_masks.py"]),
-        ([MASKS], [MASKS, "tests/test_masks.py", "tests/test_late.py", "tests/test_named.py"]),
+        ([ATTENTION], [ATTENTION, "tests/test_masks.py", "tests/test_late.py", "tests/test_named.py"]),
         (
             ["speculators_nb/nn/attention.py"],
-            [MASKS, "tests/test_masks.py", "tests/test_late.py", "tests/test_named.py"],
+            [ATTENTION, "tests/test_masks.py", "tests/test_late.py", "tests/test_named.py"],
         ),
         (["nbs/tutorials/01_first.ipynb"], ["nbs/tutorials/01_first.ipynb"]),
         (["speculators_nb/nn/__init__.py"], ["tests/test_other.py", "tests/test_named.py"]),
@@ -59,7 +59,10 @@ def test_files_of_tests_have_short_names_too():
         (["Makefile"], ["tests/test_pages.py"]),
         (["data/corpus/train.jsonl"], ["tests/test_corpus.py"]),
         (["data/corpus2/train.jsonl", "LICENSE", "nbs/gone/01_gone.ipynb", "tests/test_gone.py"], []),
-        ([MASKS, "tests/test_named.py"], ["tests/test_named.py", MASKS, "tests/test_masks.py", "tests/test_late.py"]),
+        (
+            [ATTENTION, "tests/test_named.py"],
+            ["tests/test_named.py", ATTENTION, "tests/test_masks.py", "tests/test_late.py"],
+        ),
     ],
 )
 def test_what_is_run_for_a_change(paths, tasks):
