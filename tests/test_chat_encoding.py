@@ -309,14 +309,6 @@ def test_template_arguments_move_the_border():
     assert trained(tok, encode(talk("a?", "b"), tok, enable_thinking=False)[0]) == "b<|im_end|>\n"
 
 
-def test_a_common_first_letter_is_no_part_of_the_prompt():
-    tok = tokenizer(OPENED)
-    tok.add_special_tokens({"additional_special_tokens": ["<think>"]})
-    # the prompt goes on with <think>, the answer with <b>: the tokens part before "<"
-    (row,) = encode(talk("a?", "<b>"), tok)
-    assert trained(tok, row) == "<b><|im_end|>\n"
-
-
 def test_a_template_for_tools():
     tok = tokenizer({"default": PLAIN, "tool_use": QWEN})
     with_tools, without = (tok.decode(encode(talk("a?", "b"), tok, tools)[0][0]) for tools in (TOOLS, None))
@@ -416,6 +408,7 @@ def test_too_many_turns_are_refused(monkeypatch):
 def test_the_border_of_an_opened_tag_in_a_long_text(prompt):
     tok = tokenizer(OPENED)
     tok.add_special_tokens({"additional_special_tokens": ["<think>"]})
+    # the prompt goes on with <think>, the answer with <b>: the tokens part before "<"
     (row,) = encode(talk(prompt, "<b>"), tok)
     assert trained(tok, row) == "<b><|im_end|>\n"
 

@@ -426,8 +426,8 @@ def inputs_of(row: dict, template: ChatTemplate) -> dict[str, torch.Tensor]:
     """What the verifier takes beside the ids of a row (input_ids, messages) of a prepared table, by the template that
     it was made with: its pictures, as tensors; empty: the row is text. ValueError if messages and ids do not belong
     together (other pictures, other processor)."""
-    messages = row.get("messages")
-    if not _parts(messages or ()):
+    messages = row.get("messages") or []
+    if not _parts(messages):
         return {}
     made = process(template(for_template(messages), tools_of(row))[0], messages, template.owner)
     ids = [int(t) for t in row["input_ids"]]

@@ -139,14 +139,11 @@ def messages_of(row) -> list[dict[str, Any]]:
     wrong = turns if not isinstance(turns, list) else [m for m in turns if not isinstance(m, dict)]
     if wrong:
         raise BadRow("messages must be a list of objects with 'role' and 'content'", detail=f"not {brief(wrong)}")
-    system = _first(columns, *SYSTEMS)
-    if (
-        not isinstance(system, str)
-        or not system.strip()
-        or ROLES.get(str(_first(turns[0], "role", "from"))) == "system"
-    ):
-        return turns
-    return [{"role": "system", "content": system}, *turns]
+    messages: Any = turns
+    system, first = _first(columns, *SYSTEMS), ROLES.get(str(_first(messages[0], "role", "from")))
+    if not isinstance(system, str) or not system.strip() or first == "system":
+        return messages
+    return [{"role": "system", "content": system}, *messages]
 
 
 def normalize(

@@ -156,7 +156,7 @@ def _encode(batch, encoder):
     for (where, row), has in zip(batch, pictured):
         try:
             if has:
-                messages = resolve_images(row, **pictures)
+                messages = resolve_images(row, **pictures or {})
                 rows: Any = encode_images(messages, template, row["tools"], settings.rows, first, vocab_size, trained)
             else:
                 rows = next(encoded)

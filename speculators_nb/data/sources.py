@@ -22,6 +22,9 @@ if TYPE_CHECKING:  # imported where a table is opened, not where a name is looke
     from datasets import Dataset
 
 
+# JSON is read here and not by `datasets`, which reads a list as a whole, stops at a bad line, keeps one of two equal
+# keys without a word, and knows no line numbers.
+
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".parquet")
 LINE = 32 << 20  # bytes of a line, or characters of an item of a list, that are read at most
 PIECE = 1 << 20  # characters of a list that are read at once, or more

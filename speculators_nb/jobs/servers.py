@@ -135,8 +135,8 @@ class ServerPool(Generic[Client]):
         return None
 
     def take(self, avoid: Iterable[Member] = ()) -> tuple[Member, Client]:
-        """The least busy server, with one more request in flight; first, one whose pause is over is opened. NoServerLeft:
-        none has answered for `patience` seconds."""
+        """The least busy server, with one more request in flight; one whose pause is over is opened first.
+        NoServerLeft: none has answered for `patience` seconds."""
         if self.process != os.getpid():  # forked: locks and counts are the parent's
             self.__setstate__(self.__getstate__())
         while True:
@@ -182,19 +182,19 @@ class ServerPool(Generic[Client]):
                 answer = request(client)
             except BaseException as e:
                 error = e
-            faulty = isinstance(error, Exception) and self.at_fault(error)
+            fault = error if isinstance(error, Exception) and self.at_fault(error) else None
             with self.lock:
                 member.in_flight -= 1
                 if member.client is client:  # else it is left out already
                     if error is None:
                         member.failures = 0
-                    elif faulty:
-                        member.leave_out(error)
+                    elif fault:
+                        member.leave_out(fault)
                 member.answered += error is None
             if error is None:
                 return answer
             failed.append(member)
-            if not faulty or len(failed) >= max(self.tries, len(self.members)):
+            if not fault or len(failed) >= max(self.tries, len(self.members)):
                 raise error
 
 
