@@ -75,13 +75,13 @@ def send(server, number):
     os.kill(server.process.pid, signal.SIGCONT)
 
 
-def in_turns(servers, prompts, opt):
+def in_turns(servers, prompts, concurrency, opt):
     "What the requests took, by K and requests at once: a `Load` for each round"
     loads = defaultdict(list)
     for _ in range(opt.rounds):
         for k, server in servers.items():
             send(server, signal.SIGCONT)
-            for at_once in opt.concurrency:
+            for at_once in concurrency:
                 loads[k, at_once].append(run_load(Endpoint(server.url), prompts, at_once, opt.max_new_tokens))
             send(server, signal.SIGSTOP)
     return loads
@@ -102,7 +102,7 @@ def middle(loads):
     return replace(first, replies=replies, seconds=seconds)
 
 
-def measured(name, to_start, prompts, env, opt):
+def measured(name, to_start, prompts, env, concurrency, opt):
     "The tables of one drafter"
     servers = {k: Server(command, env) for k, command in to_start.items()}
     with ExitStack() as stack, ThreadPoolExecutor() as pool:
@@ -110,7 +110,7 @@ def measured(name, to_start, prompts, env, opt):
             stack.callback(send, server, signal.SIGCONT)  # one that is stopped does not end
             send(server, signal.SIGSTOP)
         print(f"{name}: {len(servers)} servers", flush=True)
-        loads = {key: middle(own) for key, own in in_turns(servers, prompts, opt).items()}
+        loads = {key: middle(own) for key, own in in_turns(servers, prompts, concurrency, opt).items()}
     names = {0: "no drafter"}
     tables = [tables_of(load, drafter=names.get(k, name), temperature=0.0) for (k, _), load in loads.items()]
     domains = [p.domain for p in prompts]
@@ -132,7 +132,7 @@ def measured(name, to_start, prompts, env, opt):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--ks", nargs="+", type=int, default=[1, 2, 3, 4, 5], metavar="K", help="tokens to draft")
-    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4], help="requests at once")
+    parser.add_argument("--concurrency", nargs="+", type=int, default=[1, 4], help="requests at once, of EAGLE-3")
     parser.add_argument("--prompts", type=int, default=24, help="held-out prompts")
     parser.add_argument("--max-new-tokens", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
@@ -142,7 +142,8 @@ def main():
     prompts = read_prompts(read_corpus(ROOT / "data/corpus/heldout.jsonl")[: opt.prompts])
     with tempfile.TemporaryDirectory() as tmp:
         for name, (checkpoint, fields) in make_drafters(Path(tmp)).items():
-            found = measured(name, commands(checkpoint, fields, opt.ks), prompts, env, opt)
+            concurrency = opt.concurrency if name == "eagle3" else [1]
+            found = measured(name, commands(checkpoint, fields, opt.ks), prompts, env, concurrency, opt)
             plain = [line.replace(f"{tmp}/{name}", "DRAFTER") for line in found.settings["commands"]]
             found.settings["commands"] = [line.replace(f"{ROOT}/", "") for line in plain]
             found.requests = found.requests[found.requests.concurrency == 1].drop(columns="text").reset_index(drop=True)
