@@ -77,9 +77,9 @@ def rejected_tokens(
 
 
 def rejected_loss(
-    log_q: Tensor,  # [R] the drafter's log-probability of each rejected token
-    p: Tensor,  # [R] the verifier's probability of it
-    place: Tensor,  # [R] of the token in its draft, from 0; 0 for one that is not rejected
+    log_q: Tensor,  # [...] the drafter's log-probability of each drafted token
+    p: Tensor,  # [...] the verifier's probability of it
+    place: Tensor,  # [...] of the token in its draft, from 0; 0 for one that is accepted
 ) -> Tensor:  # []
     "Mean reverse KL divergence of drafted tokens, as estimated from each (2605.29343)."
     delta = p.log() - log_q
