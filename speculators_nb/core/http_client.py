@@ -11,7 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -50,11 +50,7 @@ def time_left(most: float = math.inf) -> float:
 
 
 class BadReply(ValueError):
-    "A reply that is no answer: a refusal, one that does not end, or what no server writes."
-
-    def __init__(self, problem: str, status: int | None = None, retry_after: str | None = None):
-        super().__init__(problem)
-        self.status, self.retry_after = status, retry_after  # HTTP status and header, where they say what to do
+    "A reply that does not end, or is not what a server writes."
 
 
 def read_reply(response: httpx.Response, largest: int = LARGEST) -> bytes:
@@ -65,7 +61,7 @@ def read_reply(response: httpx.Response, largest: int = LARGEST) -> bytes:
         parts.append(part)
         size += len(part)
         if size > largest:
-            raise BadReply(f"the reply is larger than {largest >> 20} MiB", response.status_code)
+            raise BadReply(f"the reply is larger than {largest >> 20} MiB")
         time_left()
     return b"".join(parts)
 
@@ -108,6 +104,22 @@ def _address(url, variable):
     return parsed
 
 
+class _Reply(NamedTuple):
+    "What came of one request."
+
+    answer: Any = None
+    trouble: str | None = None  # why there is no answer
+    status: int | None = None  # HTTP status
+    retry_after: str | None = None  # the server's header
+
+
+def _trouble(e: httpx.HTTPError) -> str:
+    "Why there is no answer."
+    if isinstance(e, httpx.TimeoutException):
+        return f"no answer in time ({type(e).__name__})"
+    return f"{type(e).__name__}: {e}"
+
+
 def _request(body):
     "Arguments of httpx for a body. Errors: ValueError for what has no JSON, such as NaN."
     if body is None:
@@ -132,20 +144,22 @@ def _refusal(response, data):
     return " ".join(str(message).split())[:500] or response.reason_phrase
 
 
-def _answer(method, response):
-    "JSON of a POST; of a GET also text, where the server does not call it JSON. Errors: BadReply."
-    data, status = read_reply(response), response.status_code
+def _read_answer(method, response, data) -> _Reply:
+    "JSON of a POST; of a GET also text, where the server does not call it JSON."
+    status = response.status_code
     if not response.is_success:
-        raise BadReply(f"status {status}: {_refusal(response, data)}", status, response.headers.get("retry-after"))
+        trouble = f"status {status}: {_refusal(response, data)}"
+        return _Reply(None, trouble, status, response.headers.get("retry-after"))
     if method == "GET" and "json" not in response.headers.get("content-type", ""):
-        return data.decode("utf-8", "replace")
+        return _Reply(data.decode("utf-8", "replace"))
     try:
         answer = json.loads(data)
     except (ValueError, RecursionError):
-        raise BadReply(f"the answer is not JSON: {_excerpt(data)}") from None
+        return _Reply(trouble=f"the answer is not JSON: {_excerpt(data)}")
     if method == "POST" and not isinstance(answer, dict):
-        raise BadReply(f"status {status}: the answer is no JSON object: {str(answer)[:100]!r}", status)
-    return answer
+        what = f"the answer is no JSON object: {str(answer)[:100]!r}"
+        return _Reply(trouble=f"status {status}: {what}", status=status)
+    return _Reply(answer)
 
 
 def _excerpt(data):
@@ -232,36 +246,42 @@ class Endpoint:
         key = _key(self.api_key_env)
         return printable(without_secrets(text.replace(key, "***") if key else text))
 
-    def _open(self, method, path, body):
-        if self._process != os.getpid():  # forked: connections are not shared with the parent
-            self.__init__(self.url, self.api_key_env, self.timeout, self.tries)
+    def _open(self, method, path, request):
         left = time_left(self.timeout)
         timeout = httpx.Timeout(left, connect=min(left, 10))
-        return self._client.stream(method, self.url + path, timeout=timeout, **_request(body))
+        return self._client.stream(method, self.url + path, timeout=timeout, **request)
 
-    def _failure(self, method, path, e):
-        "What is raised for an exception, after it: httpx's holds the request with the key."
-        trouble = f"{type(e).__name__}: {e}" if isinstance(e, httpx.HTTPError) else str(e)
-        if isinstance(e, httpx.TimeoutException):
-            trouble = f"no answer in time ({type(e).__name__})"
-        return EndpointError(self._clean(f"{method} {self.url}{path}: {trouble}"), getattr(e, "status", None))
+    def _once(self, method, path, request) -> _Reply:
+        try:
+            with time_limit(self.timeout), self._open(method, path, request) as response:
+                data = read_reply(response)
+        except httpx.HTTPError as e:
+            return _Reply(trouble=self._clean(_trouble(e)))
+        except BadReply as e:
+            return _Reply(trouble=str(e), status=200)
+        reply = _read_answer(method, response, data)
+        return reply._replace(trouble=reply.trouble and self._clean(reply.trouble))
 
     def stream(self, path: str, body: dict) -> Iterator[dict]:
         """Request work, with a body that asks for a stream, and read the pieces of the answer as they are written
         (server-sent events). One try: what was yielded cannot be taken back. EndpointError: the server refused, or
         broke off."""
+        what = f"POST {self.url}{path}"
         try:
-            with self._open("POST", path, body) as response:
+            with self._open("POST", path, _request(body)) as response:
                 if not response.is_success:
-                    _answer("POST", response)
+                    reply = _read_answer("POST", response, read_reply(response))
+                    raise EndpointError(self._clean(f"{what}: {reply.trouble}"), reply.status)
                 for piece in _pieces(response):
                     if piece.get("error"):  # a failure after the first piece has no status
-                        raise BadReply(str(piece["error"])[:500])
+                        raise EndpointError(self._clean(f"{what}: {str(piece['error'])[:500]}"))
                     yield piece
             return
-        except (httpx.HTTPError, BadReply) as e:
-            failure = self._failure("POST", path, e)
-        raise failure
+        except httpx.HTTPError as e:
+            trouble = _trouble(e)
+        except BadReply as e:
+            trouble = str(e)
+        raise EndpointError(self._clean(f"{what}: {trouble}"))
 
     def get(self, path: str) -> Any:
         """Request something: JSON where the server calls it so, else text. EndpointError: refused (at once), or failed
@@ -278,26 +298,33 @@ class Endpoint:
         with contextlib.suppress(ValueError, RecursionError):  # JSON that is not called so
             answer = json.loads(answer) if isinstance(answer, str) else answer
         listed = answer.get("data") if isinstance(answer, dict) else None
-        models = listed if isinstance(listed, list) else [None]
-        if not all(isinstance(model, dict) and isinstance(model.get("id"), str) for model in models):
-            problem = f"no list of models ({str(answer)[:100]!r}); is this the address of an OpenAI-compatible server?"
-            raise self._failure("GET", "/v1/models", BadReply(problem))
-        return models
+        if not isinstance(listed, list) or any(
+            not isinstance(model, dict) or not isinstance(model.get("id"), str) for model in listed
+        ):
+            message = (
+                f"GET {self.url}/v1/models: no list of models ({str(answer)[:100]!r}); "
+                "is this the address of an OpenAI-compatible server?"
+            )
+            raise EndpointError(self._clean(message))
+        return listed
 
     def models(self) -> list[str]:  # names
         "What the server serves."
         return [model["id"] for model in self.served()]
 
     def _ask(self, method, path, body) -> Any:
-        for tries in range(1, self.tries + 1):
-            try:
-                with time_limit(self.timeout), self._open(method, path, body) as response:
-                    return _answer(method, response)
-            except (httpx.HTTPError, BadReply) as e:
-                failure, retry_after = self._failure(method, path, e), getattr(e, "retry_after", None)
-            if failure.status is not None and not worth_retrying(failure.status):
-                raise failure
-            if tries < self.tries:
-                log.info("%s; try %d of %d", failure, tries, self.tries)
-                time.sleep(pause(tries, retry_after))
-        raise EndpointError(f"{failure} ({tries} {'try' if tries == 1 else 'tries'})", failure.status)
+        if self._process != os.getpid():  # forked: connections are not shared with the parent
+            self.__init__(self.url, self.api_key_env, self.timeout, self.tries)
+        request = _request(body)
+        for failures in range(1, self.tries + 1):
+            reply = self._once(method, path, request)
+            if not reply.trouble:
+                return reply.answer
+            what = f"{method} {self.url}{path}: {reply.trouble}"
+            if reply.status is not None and not worth_retrying(reply.status):
+                raise EndpointError(what, reply.status)
+            if failures < self.tries:
+                log.info("%s; try %d of %d", what, failures, self.tries)
+                time.sleep(pause(failures, reply.retry_after))
+        tries = f"{self.tries} {'try' if self.tries == 1 else 'tries'}"
+        raise EndpointError(f"{what} ({tries})", reply.status)
