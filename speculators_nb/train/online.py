@@ -109,6 +109,7 @@ def read_drafts(
     places = tree.depth[None] - 1
     masks = attention_masks(verifier, tree.ancestors[None], places, places)
     read = verifier(tree.tokens[None], attention_mask=masks, position_ids=places)
+    assert read.logits is not None, "logits are wanted"
     logits = read.logits[0, before].float()
     p = logits.softmax(-1).gather(1, drafts.view(-1, 1)).view(drafts.shape)
     taken = logits.argmax(-1).view(drafts.shape) == drafts
