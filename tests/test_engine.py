@@ -5,6 +5,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -214,6 +215,21 @@ def test_a_request_begins_after_the_one_before_is_counted(engine, monkeypatch):
     with Server(["vllm", "serve", "m", "--speculative-config", '{"num_speculative_tokens": 2}']) as server:
         run_load(Endpoint(server.url, tries=1), read_prompts(PROMPTS), 1, 6)
     assert events == ["ask"] + ["ask", "counted"] * 6  # the first is not measured
+
+
+def test_the_clock_of_several_requests_leaves_out_the_reading_of_counters(engine, monkeypatch):
+    late, start = [0.0], Meter.start
+    clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0], sleep=time.sleep)
+    monkeypatch.setattr(load_module, "time", clock)
+
+    def slow(meter):
+        late[0] += 1000
+        return start(meter)
+
+    monkeypatch.setattr(Meter, "start", slow)
+    with Server(["vllm", "serve", "m"]) as server:
+        load = run_load(Endpoint(server.url, tries=1), read_prompts(PROMPTS), 3, 6)
+    assert late[0] > 2000 and max(load.seconds.values()) < 1000
 
 
 def test_one_answer(engine, monkeypatch):

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from speculators_nb.core.options import algorithms
-from speculators_nb.decode.generate import NoDrafter, generate
+from speculators_nb.decode.generate import HiddenStates, NoDrafter, generate
 from speculators_nb.decode.step import Generation, Step, StepRecord
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.lab.experiment import COMMON, settings
-from speculators_nb.train.online import OnlineDrafter, rejected_tokens
+from speculators_nb.train.online import OnlineDrafter, read_drafts, rejected_tokens
 from speculators_nb.train.train_drafter import new_drafter
 from speculators_nb.verifier.tapped_model import Verifier
 
@@ -123,6 +123,42 @@ def test_what_is_behind_an_accepted_stop_token_was_not_rejected():
     wanted = torch.zeros(6, 3)
     wanted[2] = torch.tensor([0, 0.25, 0.125])
     assert found["rejected_probs"].equal(wanted) and found["rejected_ids"].sum() == 16
+
+
+def test_drafts_along_a_row_are_read_as_behind_their_texts_alone(verifier):
+    "Two answers in one row; each draft against a pass over its own text, and accepted as far as that is greedy."
+    generator = torch.Generator().manual_seed(0)
+    texts = [torch.randint(2048, (n,), generator=generator) for n in (9, 6)]
+    batch = dict(input_ids=torch.cat(texts)[None], position_ids=torch.cat([torch.arange(9), torch.arange(6)])[None])
+    anchors, before = torch.tensor([2, 7, 12]), [texts[0][:3], texts[0][:8], texts[1][:4]]
+    drafts = torch.randint(2048, (3, 3), generator=generator)
+    greedy = generate(verifier, NoDrafter(), before[1].tolist(), max_new_tokens=2, k=0).tokens
+    drafts[1, :2] = torch.tensor(greedy)
+    p, accepted = read_drafts(verifier, batch, anchors, drafts)
+    assert accepted.tolist() == [[False] * 3, [True, True, False], [False] * 3]
+    for text, draft, found in zip(before, drafts, p):
+        logits = verifier(torch.cat([text, draft])[None]).logits[0, len(text) - 1 : -1]
+        assert found.tolist() == pytest.approx(logits.softmax(-1)[range(3), draft].tolist(), rel=1e-3)
+
+
+def test_learning_from_drafts_along_stored_answers(verifier):
+    "Nothing is decoded; drafts become likelier where the verifier takes them for likelier, and the loss of them falls."
+    model = new_drafter("dflash", PATH, **arguments("dflash"))
+    learning = dict(learning_rate=1e-3, total_seq_len=96, memory=96, rejected_weight=1.0)
+    drafter = OnlineDrafter(model, **learning, verifier=verifier, **arguments("dflash"))
+    tapped = Verifier(verifier.model, drafter.aux_layer_ids)
+    for prompt in PROMPTS:
+        drafter.keep(generate(tapped, HiddenStates(drafter.aux_layer_ids), prompt, max_new_tokens=16, k=0))
+    batch = drafter.packed_row()
+
+    def loss():
+        torch.manual_seed(0)  # of anchors
+        with torch.no_grad():
+            return float(drafter.drafted_loss(batch))
+
+    before = loss()
+    drafter.learn(8)
+    assert loss() < before
 
 
 def test_earlier_samples_are_every_second_one(verifier):

@@ -12,6 +12,8 @@ then serves questions of the new kind, 4,000 tokens of greedy answers, and learn
     and rejected     from what it served, and from the tokens that were rejected, whose loss has as much weight as the
                      other one (Draft-OPD; DFlash alone); "a tenth": a tenth of it
     ordinary         no serving: as many steps over the same answers, in random order, all known from the beginning
+    half-OPD         as ordinary, and from what it drafts along these answers, as the verifier reads it (DFlash alone),
+                     with as much weight; "a tenth": a tenth of it
 
 Measured on held-out questions, four draft tokens a step, by replaying greedy answers (the same for every drafter). The
 greedy text does not depend on the drafter, so serving is a replay too; `real` also serves once with `generate`, to
@@ -57,6 +59,8 @@ K, TOKENS, HELDOUT = 4, 4000, 24  # draft length, tokens served, questions of ea
 ROW = 512  # tokens of a step of learning
 VARIANTS = ("with earlier", "served", "where wrong")
 REJECTED = {"and rejected": 1.0, "and rejected, a tenth": 0.1}  # weight of their loss
+HALF = {"half-OPD": 1.0, "half-OPD, a tenth": 0.1}
+NOT_SERVED = ("ordinary", *HALF)
 
 
 class Scene(NamedTuple):
@@ -196,7 +200,9 @@ def online(scene, algorithm, variant, seed, folder) -> list[dict]:
     model = trained(scene, algorithm, "before", seed, folder)
     earlier = Subset(scene.data, scene.old) if variant == "with earlier" else ()
     learning: dict[str, Any] = dict(learning_rate=scene.rate, total_seq_len=ROW, earlier=earlier, seed=seed)
-    learning["rejected_weight"] = REJECTED.get(variant, 0.0)
+    learning["rejected_weight"] = (REJECTED | HALF).get(variant, 0.0)
+    if variant in HALF:
+        learning["verifier"] = Verifier.from_pretrained(scene.verifier, dtype="float32")
     drafter = OnlineDrafter(model, **learning, **arguments(algorithm))
     verifier = None
     if variant in REJECTED:  # what it says of rejected tokens is in no record of answers
@@ -214,16 +220,16 @@ def online(scene, algorithm, variant, seed, folder) -> list[dict]:
         drafter.keep(generation)
         if variant == "where wrong":
             drafter.rows[-1] = only_where_wrong(drafter.rows[-1], generation)
-        if variant != "ordinary":
+        if variant not in NOT_SERVED:
             began = time.process_time()
             drafter.learn(scene.steps)
             spent += time.process_time() - began
-        if points and served >= points[0] and variant != "ordinary":
+        if points and served >= points[0] and variant not in NOT_SERVED:
             point = dict(served=points.pop(0), updates=drafter.steps, learning_s=round(spent, 1))
             rows += measured(drafter, scene, about | point)
         if served >= TOKENS:
             break
-    if variant == "ordinary":
+    if variant in NOT_SERVED:
         began = time.process_time()
         for _ in range(scene.steps * len(drafter.rows)):
             drafter.draws.shuffle(drafter.rows)
@@ -285,8 +291,8 @@ if __name__ == "__main__":
     folder = ROOT / f"output/online/{args.scene}"
     table = pd.read_csv(results) if results.is_file() else pd.DataFrame(columns=["algorithm", "seed", "variant"])
     for seed in range(args.seeds):
-        rejected = REJECTED if args.algorithm == "dflash" else ()
-        for variant in ("before", "both", *VARIANTS, *rejected, "ordinary"):
+        drafted = (*REJECTED, *HALF) if args.algorithm == "dflash" else ()
+        for variant in ("before", "both", *VARIANTS, "ordinary", *drafted):
             if len(table.query("algorithm == @args.algorithm and seed == @seed and variant == @variant")):
                 continue
             run = not_learning if variant in ("before", "both") else online

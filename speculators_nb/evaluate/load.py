@@ -138,9 +138,9 @@ def run_load(
     with tqdm(total=len(prompts), unit="request") as bar:
         for domain in dict.fromkeys(p.domain for p in prompts):
             mine = [i for i, p in enumerate(prompts) if p.domain == domain]
-            start, metered = time.perf_counter(), False
             while meter.last != meter.start():  # until earlier requests are counted
                 time.sleep(0.02)
+            start, metered = time.perf_counter(), False
             if concurrency == 1:  # threads begin the next request before this one is counted
                 answers = ((i, one(i)) for i in mine)
             else:

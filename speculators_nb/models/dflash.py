@@ -556,14 +556,12 @@ class DFlashDraftModel(SpeculatorModel):
             logits = logits + F.linear(states.bias.codes, states.bias.weight)
         return self.to_verifier(logits.argmax(-1)).view(1, -1)
 
-    def log_probs_of(
+    def slot_states(
         self,
-        drafts: Tensor,  # [1, L, K] verifier ids that blocks at these positions drafted
-        chosen: Tensor,  # [1, L, K] bool: which of them are asked for
+        anchors: Tensor,  # [A] positions of a packed row, each the last one before its draft
         batch: dict[str, Tensor],  # the packed row, as for `forward`
-    ) -> Tensor:  # [R] float32, in the order of positions and slots
-        "Log-probabilities of tokens that were drafted, as the slots give them now."
-        anchors = chosen[0].any(-1).nonzero()[:, 0]
+    ) -> Tensor:  # [A, K, H]
+        "Hidden states of the slots that draft, in blocks at these positions."
         ids, device = batch["input_ids"][0], batch["input_ids"].device
         hidden = self.block_hidden(
             self.block_tokens(ids[anchors]),
@@ -573,8 +571,18 @@ class DFlashDraftModel(SpeculatorModel):
             batch["position_ids"][0],
             impl=attention_back_end(None, device, True, self.config.transformer_layer_config),
         )
+        return hidden[:, self.config.first_slot :]
+
+    def log_probs_of(
+        self,
+        drafts: Tensor,  # [1, L, K] verifier ids that blocks at these positions drafted
+        chosen: Tensor,  # [1, L, K] bool: which of them are asked for
+        batch: dict[str, Tensor],  # the packed row, as for `forward`
+    ) -> Tensor:  # [R] float32, in the order of positions and slots
+        "Log-probabilities of tokens that were drafted, as the slots give them now."
+        anchors = chosen[0].any(-1).nonzero()[:, 0]
         at, drafted = chosen[0, anchors], drafts[0, anchors]
-        rows = hidden[:, self.config.first_slot :][:, : at.shape[1]][at]
+        rows = self.slot_states(anchors, batch)[:, : at.shape[1]][at]
         tokens = drafted[at]
         if self.t2d is not None:
             tokens = self.t2d.cumsum(0)[tokens] - 1
