@@ -37,7 +37,7 @@ DRAFT_VOCAB = 32000
 WHOLE = ("dflash2", "lilicorr")  # its selector knows every token
 LAYERS = dict(peagle=4, dflash=5, dflash2=5, domino=5, dspark=5, lilicorr=5, xpress=5)  # else 1
 FOR_GEMMA = {"query_only"}  # served for another family than the table's
-SHARED = ("embed_tokens", "lm_head", "verifier_lm_head")  # where frozen: the verifier's, or rows of it
+SHARED = ("embed_tokens", "lm_head", "verifier_lm_head", "target_head")  # where frozen: the verifier's, or rows of it
 VERSIONS = ("0.32", "0.33")  # of vLLM
 CONVERSATIONS = (5_000, 50_000, 500_000)
 TOKENS, ROW = 1024, 8192  # of a conversation, of a packed row
