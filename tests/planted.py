@@ -311,8 +311,8 @@ FAULTS = [
     Fault(
         "a folder that cannot be replaced is lost",
         "core/files.py",
-        "            os.rename(aside, path)\n        raise",
-        "            pass\n        raise",
+        "                    os.rename(aside, path)\n                raise",
+        "                    pass\n                raise",
         "files",
     ),
     Fault(

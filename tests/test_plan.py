@@ -102,7 +102,7 @@ QWEN = [ROOT / "data/recipes/qwen3-8b.yaml", "--disk", 2000, "--verifier"]
 
 
 def requirements_of(recipe, verifier, memory, devices):
-    sections = {stage.name: stage.values for stage in stages_of(recipe, app.functions, app.outputs)[0]}
+    sections = {stage.name: stage.values for stage in stages_of(recipe)[0]}
     return planning.requirements(sections, verifier, machine=planning.Machine(devices, memory), disk=2000 * GB)
 
 
@@ -354,7 +354,7 @@ def test_features_and_training_take_what_make_real_took(tmp_path):
     features = dict(data=str(tmp_path / "prepared"), output_dir=train["data_dir"])
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(yaml.safe_dump(dict(verifier=str(tmp_path / "verifier"), features=features, train=train)))
-    sections = {stage.name: stage.values for stage in stages_of(recipe, app.functions, app.outputs)[0]}
+    sections = {stage.name: stage.values for stage in stages_of(recipe)[0]}
     rates = result("train_step/results/results.json")["rates"]
     machine = planning.Machine(
         tflops=2 * rates["head_bf16_8000"] / 1e12,

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset
 from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig
 
-from speculators_nb.cli.demo import DemoRun, Stages, commands
+from speculators_nb.cli.demo import Stages, commands
 from speculators_nb.data.packing import collate
 from speculators_nb.decode.generate import generate
 from speculators_nb.decode.ngram import NgramDrafter
@@ -435,7 +435,6 @@ def test_the_demo_notes_its_stages_and_how_it_is_made_again(tmp_path):
         stages.end()
     assert [*json.loads((tmp_path / "seconds.json").read_text())] == ["answers", "train"]
     given = dict(heldout="data/corpus/heldout.jsonl", algorithm="dflash", k=4, n_prompts=None)
-    run = DemoRun(**dict.fromkeys(DemoRun._fields) | dict(command="demo", given=given, heldout=given["heldout"]))
-    typed = commands(run._replace(folder=Path("output/demo")), served=True)
+    typed = commands("demo", given, Path("output/demo"), given["heldout"], served=True)
     assert typed[0] == "speculators-nb demo --algorithm dflash" and len(typed) == 3
-    assert len(commands(run._replace(folder=Path("my demo")), served=False)) == 2
+    assert len(commands("demo", given, Path("my demo"), given["heldout"], served=False)) == 2

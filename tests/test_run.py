@@ -66,7 +66,7 @@ def report(folder):
 def states(folder, monkeypatch, recipe=RECIPE):
     monkeypatch.chdir(folder)
     (folder / "recipe.yaml").write_text(recipe)
-    stages, _ = stages_of("recipe.yaml", cli.app.functions, cli.app.outputs)
+    stages, _ = stages_of("recipe.yaml")
     return {p.stage.name: p.state for p in plan_of(stages, RunRecord(Path("out")))}
 
 

@@ -338,7 +338,7 @@ def test_no_secret_among_the_arguments(option, spelling):
         ("[]", "holds a list"),
         (
             '{"speculators_model_type": "eagle3", "speculators_config": [1]}',
-            "speculators_config=.1.: must be an object",
+            "speculators_config=.1.: must be a mapping",
         ),
         (
             '{"speculators_model_type": "eagle3", "speculators_config": {"verifier": {"name_or_path": 5}}}',

@@ -14,7 +14,6 @@ import pandas as pd
 import torch
 from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
-from speculators_nb.cli.main import app
 from speculators_nb.cli.run import stages_of
 from speculators_nb.core.config import import_models
 from speculators_nb.lab.experiment import settings
@@ -148,7 +147,7 @@ def plan_of_recipe(name="qwen3-8b", devices=8, memory=80, disk=2000):
     "What `speculators-nb plan` prints for a shipped recipe on H100s."
     with tempfile.TemporaryDirectory() as verifier:
         Qwen3Config(**QWEN3_8B, tie_word_embeddings=False).save_pretrained(verifier)
-        stages = stages_of(RECIPES / f"{name}.yaml", app.functions, app.outputs)[0]
+        stages = stages_of(RECIPES / f"{name}.yaml")[0]
         sections = {stage.name: stage.values for stage in stages}
         found = requirements(sections, verifier, machine=Machine(devices, memory * GB), disk=disk * GB)
     return requirements_text(found)

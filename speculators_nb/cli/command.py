@@ -11,7 +11,6 @@ import logging
 import os
 import shlex
 import sys
-import textwrap
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -51,47 +50,6 @@ def shell_type(annotation: ast.expr | None) -> type | None:
     return kind | None if kind and "None" in alternatives else kind
 
 
-def function_in(source: str, name: str) -> ast.FunctionDef:
-    "A function of a module, by its source. Errors: ValueError."
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef) and node.name == name:
-            return node
-    raise ValueError(f"there is no function {name}")
-
-
-def parameters_of(node: ast.FunctionDef) -> list[tuple[ast.arg, ast.expr | None]]:
-    "Positional and keyword-only parameters, each with its default (None: it has none)."
-    positional, keywords = node.args.args, node.args.kwonlyargs
-    required = len(positional) - len(node.args.defaults)
-    defaults = [None] * required + [*node.args.defaults, *node.args.kw_defaults]
-    return list(zip([*positional, *keywords], defaults))
-
-
-def comments_of(source: str, node: ast.FunctionDef) -> dict[str, str]:  # parameter -> the comment beside it
-    "One comment a parameter, on the line where the parameter ends, as `ruff format` lays it out."
-    lines, comments = source.splitlines(), {}
-    for arg, default in parameters_of(node):
-        end = max(node.end_lineno or node.lineno for node in (arg, default) if node)
-        comments[arg.arg] = lines[end - 1].partition("  # ")[2]
-    return comments
-
-
-def _shell_parameter(arg, default, keyword_only) -> inspect.Parameter | None:
-    "A parameter as a shell can give it; None: it cannot."
-    kind, value = shell_type(arg.annotation), inspect.Parameter.empty
-    if default is not None:
-        try:
-            value = ast.literal_eval(default)
-        except ValueError:
-            return None
-        if isinstance(value, tuple):
-            if not kind and not value:
-                return None
-            value, kind = list(value), kind or list[type(value[0])]
-    place = inspect.Parameter.KEYWORD_ONLY if keyword_only else inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return inspect.Parameter(arg.arg, place, default=value, annotation=kind) if kind else None
-
-
 def _imported(name):
     "A module. Its import makes a million objects that stay; to look for garbage among them would take a fifth longer."
     if name not in sys.modules:
@@ -107,18 +65,38 @@ def _imported(name):
 
 def library(module: str, name: str) -> Callable:
     """A function of a module of this package, e.g. of "data.prepare", that is imported when it is called. It has the
-    function's docstring, `comments`, and its signature without what a shell cannot give (and has a default)."""
+    function's docstring, `comments` (parameter -> what is beside it), and its signature without what a shell cannot
+    give (and has a default)."""
     file = Path(speculators_nb.__file__).parent / f"{module.replace('.', '/')}.py"
-    source, parameters = file.read_text(encoding="utf-8"), []
-    node = function_in(source, name)
-    for arg, default in parameters_of(node):
-        parameter = _shell_parameter(arg, default, arg in node.args.kwonlyargs)
-        if parameter:
-            parameters.append(parameter)
-        elif default is None:
+    source = file.read_text(encoding="utf-8")
+    functions = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)}
+    if name not in functions:
+        raise ValueError(f"there is no function {name}")
+    node, lines = functions[name], source.splitlines()
+    required: list[ast.expr | None] = [None] * (len(node.args.args) - len(node.args.defaults))
+    defaults = [*required, *node.args.defaults, *node.args.kw_defaults]
+    parameters, comments = [], {}
+    for arg, default in zip([*node.args.args, *node.args.kwonlyargs], defaults):
+        # on the line where the parameter ends, as `ruff format` lays it out
+        comments[arg.arg] = lines[((default or arg).end_lineno or 1) - 1].partition("  # ")[2]
+        kind, value = shell_type(arg.annotation), inspect.Parameter.empty
+        if default is not None:
+            try:
+                value = ast.literal_eval(default)
+            except ValueError:
+                continue
+            if isinstance(value, tuple):
+                value = list(value)
+                kind = kind or (list[type(value[0])] if value else None)
+        elif not kind:
             raise ValueError(
                 f"speculators_nb.{module}.{name}: {arg.arg} has no default, and a type that cannot be typed in a shell"
             )
+        place = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        if arg in node.args.kwonlyargs:
+            place = inspect.Parameter.KEYWORD_ONLY
+        if kind:
+            parameters.append(inspect.Parameter(arg.arg, place, default=value, annotation=kind))
 
     def call(*args, **kwargs):
         return getattr(_imported(f"speculators_nb.{module}"), name)(*args, **kwargs)
@@ -127,7 +105,7 @@ def library(module: str, name: str) -> Callable:
     call.__doc__ = ast.get_docstring(node)
     call.__module__ = f"speculators_nb.{module}"
     call.__signature__ = inspect.Signature(parameters)
-    call.comments = comments_of(source, node)
+    call.comments = comments
     return call
 
 
@@ -138,20 +116,6 @@ REMEDIES = files.REMEDIES | {  # of what is read, too
     errno.ENOENT: "Check the spelling",
     errno.EISDIR: "This is a folder: name a file",
 }
-
-
-def _system(e):
-    "A refusal of the operating system: the path, the reason, the remedy."
-    reason = (e.strerror or type(e).__name__).lower()
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        if e.errno == errno.ENOENT:
-            return "the working folder has been removed; change into one that is there (cd)"
-    path, remedy = e.filename2 or e.filename, REMEDIES.get(e.errno, "Look at the path and at the disk")
-    if path is None or isinstance(path, int):  # neither a write nor the system says which
-        return f"{reason}. {remedy}"
-    return f"{os.fsdecode(path)}: {reason}. {remedy}"
 
 
 def _in_one_line(text):
@@ -170,15 +134,21 @@ def _say(e, message, code):
 
 def failure(e: Exception) -> tuple[str, int]:
     "An exception as one line for the terminal, and its exit code."
-    text = str(e)
-    if isinstance(e, OSError) and text.startswith("[Errno"):
-        text = _system(e)
+    text, code = str(e), 2
+    if isinstance(e, OSError) and text.startswith("[Errno"):  # of the system: path, reason, remedy
+        path, remedy = e.filename2 or e.filename, REMEDIES.get(e.errno, "Look at the path and at the disk")
+        text = f"{(e.strerror or type(e).__name__).lower()}. {remedy}"
+        if path is not None and not isinstance(path, int):  # neither a write nor the system always says which
+            text = f"{os.fsdecode(path)}: {text}"
+        try:
+            os.getcwd()
+        except FileNotFoundError:
+            if e.errno == errno.ENOENT:
+                text = "the working folder has been removed; change into one that is there (cd)"
     text = _in_one_line(text) or type(e).__name__
-    ours = type(e).__module__.partition(".")[0] == "speculators_nb"
-    code = 2
     if isinstance(e, MemoryError) or type(e).__name__ == "OutOfMemoryError":
         text = f"not enough memory ({text}); lower max_length, max_tokens, total_seq_len or concurrency"
-    elif not ours and not isinstance(e, EXPECTED):
+    elif type(e).__module__.partition(".")[0] != "speculators_nb" and not isinstance(e, EXPECTED):
         code = 1
         text = (
             f"{type(e).__name__}: {text}. This is a fault of speculators-nb: please report it, "
@@ -192,34 +162,27 @@ def _takes_training_arguments(names, command):
     return "extra" in names and rule_of("extra", command) is RULES["extra"]
 
 
-def _unknown_option(option, command, takes):
-    "What to write instead of an option that a command does not have."
-    name = option.lstrip("-").partition("=")[0].replace("-", "_")
-    known = [f"--{p.replace('_', '-')}" for p in takes]
-    extra = rule_of("extra", command) if "extra" in takes else None
-    if _takes_training_arguments(takes, command) and name in RULES:
-        return f"write --extra {name}={RULES[name].example}"
-    meant = near(option, known)
-    if extra is not None and not meant.startswith("Did"):
-        return f"another argument is given by --extra, e.g. --extra={extra.example}"
-    return meant if meant.startswith("Did") else f"`{command} --help` lists the options"
-
-
 def usage(e: Any) -> str:  # one line
     "The message for a command line that cannot be read."
     context, kind, message = e.ctx, type(e).__name__, e.message.rstrip(".")
     command = context.info_name if context else ""
     takes = [p.name.removesuffix("_") for p in context.command.params] if context else []
     if kind == "NoSuchOption":
-        remedy = _unknown_option(e.option_name, command, takes)
-        return f"{e.option_name}: {command} has no such option; {remedy}"
+        name = e.option_name.lstrip("-").partition("=")[0].replace("-", "_")
+        meant = near(e.option_name, [f"--{p.replace('_', '-')}" for p in takes])
+        extra = rule_of("extra", command) if "extra" in takes else None
+        if _takes_training_arguments(takes, command) and name in RULES:
+            meant = f"write --extra {name}={RULES[name].example}"
+        elif extra and not meant.startswith("Did"):
+            meant = f"another argument is given by --extra, e.g. --extra={extra.example}"
+        elif not meant.startswith("Did"):
+            meant = f"`{command} --help` lists the options"
+        return f"{e.option_name}: {command} has no such option; {meant}"
     if kind == "BadOptionUsage":
         rule = rule_of(e.option_name.lstrip("-").replace("-", "_"), command)
         return f"{message}; write {e.option_name} {rule.example}" if rule and "requires" in message else message
     if kind == "BadParameter":
-        if "=" in message:
-            return message
-        return f"{getattr(e.param, 'name', command)}: {message}"
+        return message if "=" in message else f"{getattr(e.param, 'name', command)}: {message}"
     if message.startswith("No such command"):
         word = message.split("'")[1] if "'" in message else message
         return f"{word!r}: there is no such command. {near(word, context.command.commands)}"
@@ -233,40 +196,23 @@ def usage(e: Any) -> str:  # one line
 USAGE_ERROR: Any = typer.BadParameter.__base__
 
 
-def _interrupted(e: BaseException | None) -> bool:
-    "Whether Ctrl-C is behind an error: an interrupted import raises an unrelated ImportError."
-    while e is not None and not isinstance(e, KeyboardInterrupt):
-        e = e.__cause__ or e.__context__
-    return e is not None
-
-
-def _drop_output():
-    "What standard output still holds is not written."
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _flush() -> int:
-    "Write what standard output still holds, unless it is closed; a disk that refuses it is named in one line."
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-        return 0
-    except BrokenPipeError:
-        raise
-    except OSError as e:
-        _drop_output()
-        typer.echo(f"Error: standard output: {failure(e)[0]}", err=True)
-        return 2
-
-
 class Program(TyperGroup):
     "Commands whose failures are one line; Ctrl-C prints nothing, and its exit code is 130."
 
     def main(self, *args, standalone_mode=True, **kwargs):
         try:
-            code = super().main(*args, standalone_mode=False, **kwargs) or _flush()
+            code = super().main(*args, standalone_mode=False, **kwargs)
+            try:
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+            except BrokenPipeError:
+                raise
+            except OSError as e:  # a disk that refuses the output
+                code = code or 2
+                self.drop_output()
+                typer.echo(f"Error: standard output: {failure(e)[0]}", err=True)
         except BrokenPipeError:  # the reader of the output (`head`, for example) has ended
-            _drop_output()
+            self.drop_output()
             code = 1
         except USAGE_ERROR as e:
             code = e.exit_code
@@ -278,6 +224,11 @@ class Program(TyperGroup):
             sys.exit(code or 0)
         return code
 
+    @staticmethod
+    def drop_output():
+        "What standard output still holds is not written."
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
 
 @contextlib.contextmanager
 def one_line(function: Callable):
@@ -287,8 +238,11 @@ def one_line(function: Callable):
     except (typer.Exit, BrokenPipeError):
         raise
     except Exception as e:
-        if _interrupted(e):
-            raise typer.Exit(130) from None
+        cause: BaseException | None = e
+        while cause is not None:  # Ctrl-C: an interrupted import raises an unrelated ImportError
+            if isinstance(cause, KeyboardInterrupt):
+                raise typer.Exit(130) from None
+            cause = cause.__cause__ or cause.__context__
         if os.environ.get("SPECULATORS_NB_TRACEBACK"):
             raise
         message, code = failure(e)
@@ -347,22 +301,13 @@ def new_app(name: str, help: str) -> App:  # without commands
     return app
 
 
-def _object(text):
-    "JSON of an object."
-    if not isinstance(value := json.loads(text), dict):
-        raise ValueError
-    return value
-
-
-def _place(text):
-    "A path; no text is none, though `Path` takes it for this folder."
-    if not text.strip():
-        raise ValueError
-    return Path(text)
-
-
 NAMED = ("verifier",)  # options in every command, also without a default
-READERS = {int: ("INTEGER", int), float: ("FLOAT", float), dict: ("JSON", _object), Path: ("PATH", _place)}
+READERS: dict[Any, tuple[str, Callable]] = {  # type -> what help calls it, and what reads it
+    int: ("INTEGER", int),
+    float: ("FLOAT", float),
+    dict: ("JSON", json.loads),
+    Path: ("PATH", lambda text: Path(text) if text.strip() else text),  # no text is none, and not this folder
+}
 
 
 def _reader(name, annotation, command) -> dict[str, Any]:
@@ -383,31 +328,6 @@ def _reader(name, annotation, command) -> dict[str, Any]:
             raise typer.BadParameter(f"{name}={shown(text)}: {wrong}") from None
 
     return dict(parser=read, metavar=metavar)
-
-
-def _keyword(name, kind, info, default=None) -> inspect.Parameter:
-    "A parameter as Typer reads it from a signature."
-    place = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, place, default=default, annotation=Annotated[kind, info])
-
-
-def _as_typer(parameter, comment, command) -> list[inspect.Parameter]:
-    """A parameter of the function for Typer. One without a default is an argument, and an
-    option as well; it may also come from a recipe, so that Typer requires neither."""
-    name, kind = parameter.name, parameter.annotation
-    reader = _reader(name, kind, command)
-    if parameter.default is not parameter.empty:
-        show = parameter.default not in (None, [])
-        option = typer.Option(help=comment, show_default=show, **reader)
-        return [_keyword(name, kind, option, parameter.default)]
-    metavar = f"[{name.upper()}]" if _may_be_none(parameter) else name.upper()
-    flag, place = f"--{name.replace('_', '-')}", dict(reader, metavar=metavar)
-    if name in NAMED:
-        option = typer.Option(flag, help=comment, show_default=False, **place)
-        return [_keyword(name, kind | None, option)]
-    argument = typer.Argument(help=comment, show_default=False, **place)
-    option = typer.Option(flag, hidden=True, **reader)
-    return [_keyword(name, kind | None, argument), _keyword(f"{name}_", kind | None, option)]
 
 
 GENERAL = "Options"  # heading of what many commands take
@@ -444,28 +364,41 @@ def _may_be_none(parameter) -> bool:
 
 
 def _shell_parameters(function, command) -> list[inspect.Parameter]:
-    "The function's parameters for Typer, and those that every command has."
-    if not hasattr(function, "comments"):
-        source = textwrap.dedent(inspect.getsource(function))
-        function.comments = comments_of(source, function_in(source, function.__name__))
-    comments = function.comments
-    parameters = []
-    for parameter in inspect.signature(function).parameters.values():
-        if parameter.name != "import_":
-            parameters += _as_typer(parameter, comments.get(parameter.name), command)
+    """The function's parameters for Typer, and those that every command has. A parameter without a default is an
+    argument, and an option as well; it may also come from a recipe, so that Typer requires neither."""
+    parameters, options = [], []
+    takes, comments = inspect.signature(function).parameters, getattr(function, "comments", {})
+
+    def add(name, kind, info, default=None):
+        parameters.append(
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
+        )
+        if isinstance(info, OptionInfo) and not info.hidden:
+            options.append((name, info))
+
+    for name, parameter in takes.items():
+        kind, comment, reader = parameter.annotation, comments.get(name), _reader(name, parameter.annotation, command)
+        flag, metavar = f"--{name.replace('_', '-')}", f"[{name.upper()}]" if _may_be_none(parameter) else name.upper()
+        place: dict[str, Any] = dict(reader, metavar=metavar, help=comment, show_default=False)
+        if name == "import_":
+            continue
+        if parameter.default is not parameter.empty:
+            shows = parameter.default not in (None, [])
+            add(name, kind, typer.Option(help=comment, show_default=shows, **reader), parameter.default)
+        elif name in NAMED:
+            add(name, kind | None, typer.Option(flag, **place))
+        else:
+            add(name, kind | None, typer.Argument(**place))
+            add(f"{name}_", kind | None, typer.Option(flag, hidden=True, **reader))
     if loads_drafters(function):
         comment = "Module or .py file that registers drafters of your own (repeatable)."
-        if _takes_training_arguments(inspect.signature(function).parameters, command):
+        if _takes_training_arguments(takes, command):
             comment += " An argument of such a drafter is given by --extra NAME=VALUE."
-        own = typer.Option("--import", metavar="MODULE", show_default=False, help=comment)
-        parameters.append(_keyword("import_", list[str] | None, own))
-    if "recipe" not in inspect.signature(function).parameters:
+        add("import_", list[str] | None, typer.Option("--import", metavar="MODULE", show_default=False, help=comment))
+    if "recipe" not in takes:
         comment = "YAML or JSON file with arguments; what is typed here goes before it."
-        recipe = typer.Option("--recipe", metavar="FILE", show_default=False, help=comment)
-        parameters.append(_keyword("recipe", Path | None, recipe))
-    visible = [(p.name, info) for p in parameters if isinstance(info := p.annotation.__metadata__[0], OptionInfo)]
-    visible = [(name, info) for name, info in visible if not info.hidden]
-    for name, info in visible if len(visible) > FEW else ():
+        add("recipe", Path | None, typer.Option("--recipe", metavar="FILE", show_default=False, help=comment))
+    for name, info in options if len(options) > FEW else ():
         info.rich_help_panel = group_of(name, command)
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     return [*parameters, context]
@@ -514,19 +447,6 @@ class ShellCommand(TyperCommand):
         super().format_help(ctx, formatter)
         for parameter in shown:
             parameter.required = False
-
-
-def _values(function, name, app, context, recipe, line):
-    "Every argument of the function, checked: from the command line, the recipe, or its default."
-    given = {n for n in line if context.get_parameter_source(n).name == "COMMANDLINE"}
-    if twice := [n for n in given if f"{n}_" in given]:
-        raise ValueError(f"{twice[0]}={shown(line[twice[0]])}: given as an argument and as an option; leave one out")
-    flags = {n.removesuffix("_"): line[n] for n in sorted(given)}
-    import_drafters(flags.get("import", ()))
-    values = resolve(function, flags, read_recipe(recipe, name, app.functions) if recipe else None)
-    check_options(values, name)
-    check_inputs(values, name)
-    return values
 
 
 def _next_line(steps, recipe, app, own) -> str:
@@ -602,7 +522,16 @@ def command(
         recipe = line.pop("recipe") if "recipe" not in takes else None
         with one_line(function):
             line, recipe = with_home(line), with_home(recipe)
-            values = _values(function, name, app, context, recipe, line)
+            given = {n for n in line if context.get_parameter_source(n).name == "COMMANDLINE"}
+            if twice := [n for n in given if f"{n}_" in given]:
+                value = shown(line[twice[0]])
+                raise ValueError(f"{twice[0]}={value}: given as an argument and as an option; leave one out")
+            flags = {n.removesuffix("_"): line[n] for n in sorted(given)}
+            import_drafters(flags.get("import", ()))
+            # every argument, from the command line, the recipe, or its default
+            values = resolve(function, flags, read_recipe(recipe, name, app.functions) if recipe else None)
+            check_options(values, name)
+            check_inputs(values, name)
             result = perform(values)
             own = values.get("import", ())
             if then and _is_first_rank():

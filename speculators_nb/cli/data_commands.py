@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
 from huggingface_hub import cached_assets_path
 from transformers import AutoTokenizer
 
@@ -207,31 +206,6 @@ def _check_answered(report, data, output):
         )
 
 
-def _rows(data, tokenizer, max_length, max_samples, vocab_size=None) -> Dataset:
-    "A prepared folder as it is, or conversations tokenised now."
-    if Path(data).is_dir() and any((Path(data) / f / "dataset_info.json").is_file() for f in (".", "rows")):
-        rows = table_of(data)
-        return rows if max_samples is None else rows.select(range(min(max_samples, len(rows))))
-    return prepare(data, tokenizer, max_length, limit=max_samples, vocab_size=vocab_size)
-
-
-def log_disk(output_dir: Path, rows: Dataset, hidden_size: int, states: int, dtype: str) -> None:
-    """Log how much disk the features of rows need (`states` for a token, as `dtype`), before the first is written, and
-    where the disk has less."""
-    tokens = sum(rows["seq_len"])
-    free = free_disk(output_dir)
-    disk = features_on_disk(tokens, len(rows), hidden_size, states, dtype, free)
-    need = disk.need / 1e9
-    log.info("features of %d rows, %d tokens: %.3g GB on the disk", len(rows), tokens, need)
-    if not disk.fits:
-        log.warning(
-            "%s has %.3g GB free, which is less: name another output_dir, or %s",
-            Path(output_dir).absolute(),
-            free / 1e9,
-            disk.remedy,
-        )
-
-
 COUNTED = ("written", "kept", "failed")  # rows of a share
 
 
@@ -263,65 +237,47 @@ def features(
     if engine == "ray":
         shares = on_ray(features, options | dict(engine="local"), "output_dir")
         return shares[0] | {name: sum(s[name] for s in shares) for name in COUNTED if name in shares[0]}
-    ranks = _ranks(rank, world_size)
-    if source == "vllm":
-        assert storage is not None  # or check_options refuses
-        rows = _rows(data, open_tokenizer(verifier, trust_remote_code), max_length, max_samples)
-        config = text_config(verifier_config(verifier))
+    ranks, served = _ranks(rank, world_size), source == "vllm"
+    layers = model = vocab_size = None
+    if served:
+        tokenizer, config = open_tokenizer(verifier, trust_remote_code), text_config(verifier_config(verifier))
         layers = [*aux_layer_ids, config.num_hidden_layers] if aux_layer_ids else None
-        share = rows.select(shard(len(rows), ranks.rank, ranks.world_size))
-        RowLimits.of(config).warn(log, "features", rows["seq_len"][:])
-        log_disk(output_dir, share, config.hidden_size, len(layers or range(4)), dtype)
-        counts = extract_from_server(
-            server or HERE,
-            rows,
-            output_dir,
-            storage,
-            layers,
-            concurrency=concurrency,
-            dtype=dtype,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            patience=patience,
-            shard_gb=shard_gb,
-        )
+        hidden_size, states = config.hidden_size, len(layers or range(4))
     else:
         loaded = "float32" if compute_dtype == "float32" else "auto"
         model, tokenizer = open_verifier(
             verifier, aux_layer_ids, device, trust_remote_code, attn_implementation, dtype=loaded
         )
         vocab_size = model.model.get_input_embeddings().get_parameter("weight").shape[0]
-        rows = _rows(data, tokenizer, max_length, max_samples, vocab_size)
-        share = rows.select(shard(len(rows), ranks.rank, ranks.world_size))
-        log_disk(output_dir, share, model.hidden_size, len(model.aux_layer_ids) + 1, dtype)
-        counts = extract_features(
-            model,
-            rows,
-            output_dir,
-            dtype=dtype,
-            max_tokens=max_tokens,
-            rank=ranks.rank,
-            world_size=ranks.world_size,
-            compute_dtype=dtype_of(model, compute_dtype),
-            shard_gb=shard_gb,
-        )
+        hidden_size, states = model.hidden_size, len(model.aux_layer_ids) + 1
+    if Path(data).is_dir() and any((Path(data) / f / "dataset_info.json").is_file() for f in (".", "rows")):
+        rows = table_of(data)  # a prepared folder as it is
+        rows = rows if max_samples is None else rows.select(range(min(max_samples, len(rows))))
+    else:
+        rows = prepare(data, tokenizer, max_length, limit=max_samples, vocab_size=vocab_size)
+    share = rows.select(shard(len(rows), ranks.rank, ranks.world_size))
+    tokens, free = sum(share["seq_len"]), free_disk(output_dir)
+    disk = features_on_disk(tokens, len(share), hidden_size, states, dtype, free)
+    log.info("features of %d rows, %d tokens: %.3g GB on the disk", len(share), tokens, disk.need / 1e9)
+    if not disk.fits:
+        place = Path(output_dir).absolute()
+        lacks = "%s has %.3g GB free, which is less: name another output_dir, or %s"
+        log.warning(lacks, place, free / 1e9, disk.remedy)
+    given: dict[str, Any] = dict(rank=ranks.rank, world_size=ranks.world_size, dtype=dtype, shard_gb=shard_gb)
+    if model is None:
+        assert storage is not None  # or check_options refuses
+        RowLimits.of(text_config(verifier_config(verifier))).warn(log, "features", rows["seq_len"][:])
+        given |= dict(concurrency=concurrency, patience=patience)
+        counts = extract_from_server(server or HERE, rows, output_dir, storage, layers, **given)
+    else:
+        given |= dict(max_tokens=max_tokens, compute_dtype=dtype_of(model, compute_dtype))
+        counts = extract_features(model, rows, output_dir, **given)
     if ranks.rank == 0:
-        used = one_or_several(server or HERE) if source == "vllm" else None
+        used = one_or_several(server or HERE) if served else None
         record = dict(source=source, server=used, dtype=dtype, max_length=max_length, max_samples=max_samples)
         origin = {"verifier": verifier, "data": data}
         write_provenance(output_dir, "features", record, origin, **counts, **_shares(ranks))
     return counts | dict(rows=len(rows), tokens=sum(rows["seq_len"]), output_dir=output_dir)
-
-
-def _another(folder, t2d, d2t) -> bool:
-    "Whether a folder holds another vocabulary of this size."
-    try:
-        old = load_vocab_mapping(folder, len(d2t), len(t2d))
-    except FileNotFoundError:
-        return False
-    except ValueError:  # a broken one, or another verifier's
-        return True
-    return not all(torch.equal(a.long(), b.long()) for a, b in zip(old, (t2d, d2t)))
 
 
 def vocab(
@@ -343,11 +299,18 @@ def vocab(
     with one_writer(place):
         if vocab_size and not overwrite:
             chosen = vocab_mapping_from_frequencies(prepared.token_freq, draft_vocab_size, vocab_size)
-        if vocab_size and not overwrite and _another(place, *chosen):
-            raise FileExistsError(
-                f"{place}: holds another draft vocabulary of {draft_vocab_size} tokens; name "
-                "another output_dir, or pass overwrite=True"
-            )
+            try:
+                there = load_vocab_mapping(place, len(chosen[1]), len(chosen[0]))
+                same = all(torch.equal(a.long(), b.long()) for a, b in zip(there, chosen))
+            except FileNotFoundError:
+                same = True
+            except ValueError:  # a broken one, or another verifier's
+                same = False
+            if not same:
+                raise FileExistsError(
+                    f"{place}: holds another draft vocabulary of {draft_vocab_size} tokens; name "
+                    "another output_dir, or pass overwrite=True"
+                )
         t2d, d2t = prepared.add_vocab_mapping(draft_vocab_size, vocab_size, place)
         if output_dir is not None:
             write_provenance(

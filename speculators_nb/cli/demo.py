@@ -8,7 +8,7 @@ import os
 import shlex
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..core.files import atomic_write, read_object
 from ..core.options import check_options
@@ -16,7 +16,7 @@ from ..core.provenance import git_commit, identify
 from ..data.packing import collate
 from ..data.pipeline import prepare
 from ..data.prepare import prepare_data
-from ..decode.generate import Generation, NoDrafter, generate
+from ..decode.generate import NoDrafter, generate
 from ..decode.ngram import NgramDrafter
 from ..evaluate.acceptance import PLAIN, Evaluation, evaluate
 from ..evaluate.cost import training_flops
@@ -46,7 +46,7 @@ from ..report.page import page_html, write_page
 from ..serve.vllm_contract import check_vllm_contract
 from ..train.run_record import read_record
 from ..train.train_drafter import train_drafter
-from ..train.trainer import SpeculatorTrainer, log_table
+from ..train.trainer import log_table
 from ..verifier.folders import is_trained
 from ..verifier.from_gguf import save_verifier
 from ..verifier.tapped_model import Verifier, faster_dtype
@@ -84,92 +84,6 @@ class Stages:
         print(f"[{self.number}/{self.count}] {self.begun - self.start:4.0f} s  {text}", flush=True)
 
 
-def _answers(model, tokenizer, prompts, folder, n_prompts, temperature, seed):
-    "Stage 1: the training prompts answered by the verifier, as token ids and loss masks."
-    report = regenerate(
-        model,
-        tokenizer,
-        prompts,
-        folder / "answers.jsonl",
-        max_new_tokens=160,
-        temperature=temperature,
-        seed=seed,
-        limit=n_prompts,
-    )
-    answers = (folder / "answers.jsonl").read_text(encoding="utf-8").splitlines()
-    if not answers:
-        why = next(iter(report["failed"]), "there were none")
-        verifier = model.config._name_or_path
-        raise ValueError(f"verifier={verifier!r}: answered no conversation of {prompts} ({why})")
-    longest = text_config(model.model.config).max_position_embeddings
-    return prepare(map(json.loads, answers), tokenizer, max_length=longest)
-
-
-class DemoRun(NamedTuple):
-    "What the stages of a demo read, from the features on."
-
-    command: str  # demo, real
-    given: dict[str, Any]  # its arguments, without the folder
-    folder: Path  # everything is written here
-    stages: Stages
-    verifier: str | os.PathLike  # folder or hub id
-    model: Verifier
-    tokenizer: Any
-    rows: Any  # the training answers, prepared
-    heldout: str | Path  # where the questions are
-    questions: list[Prompt]  # held out
-    training: dict[str, Any]  # arguments of `train_drafter`
-    temperatures: tuple[float, ...]  # at which the questions are decoded
-    max_new_tokens: int  # of an answer that is decoded
-    decoded: int  # tokens of an answer that is decoded at an evaluation in training
-
-
-def _train(run) -> SpeculatorTrainer:
-    """A drafter, trained on the features or continued, in bfloat16 where the CPU is faster in it; each evaluation
-    decodes some held-out prompts."""
-    given = run.given
-    begun = read_record(run.folder / "drafter").get("settings", {})
-    bf16 = begun["bf16"] if "bf16" in begun else faster_dtype(run.model) is not None
-    few = encode_prompts(run.questions[:PROMPTS], run.tokenizer)
-    ends = eos_ids_of(run.model, run.tokenizer)
-    return train_drafter(
-        run.folder / "features",
-        run.folder / "drafter",
-        run.verifier,
-        given["algorithm"],
-        seed=given["seed"],
-        bf16=bf16,
-        measure=decoded_acceptance(run.model, few, given["k"], run.decoded, ends),
-        resume_from_checkpoint=is_trained(run.folder / "drafter"),
-        **run.training,
-    )
-
-
-def _measure(run) -> Evaluation:
-    "Held-out prompts decoded with three drafters; what was decoded before an interruption is kept."
-    given, model = run.given, run.model
-    drafter = SpeculatorModel.from_pretrained(run.folder / "drafter").drafter()
-    drafters = {PLAIN: NoDrafter(), "n-gram": NgramDrafter(), given["algorithm"]: drafter}
-    domains = [prompt.domain for prompt in run.questions]
-    measured: dict[str, Any] = dict(
-        k=given["k"], temperatures=run.temperatures, max_new_tokens=run.max_new_tokens, seed=given["seed"]
-    )
-    about = measured | dict(n=len(run.questions), drafter=identify(str(run.folder / "drafter")))
-    with SharedPrompts(run.folder, about) as job:
-        evaluation = evaluate(
-            Verifier(model.model, drafter.aux_layer_ids or None),
-            drafters,
-            encode_prompts(run.questions, run.tokenizer),
-            eos_token_ids=eos_ids_of(model, run.tokenizer),
-            domains=domains if set(domains) != {"all"} else None,
-            baseline=True,
-            decode=job.decode,
-            **measured,
-        )
-        job.finish(lambda: str(evaluation.save(run.folder)))
-    return evaluation
-
-
 def question_of(prompt: Prompt, tokenizer: Any) -> str:
     "What a prompt asks, as a person typed it."
     if prompt.messages:
@@ -183,64 +97,14 @@ def question_of(prompt: Prompt, tokenizer: Any) -> str:
     return tokenizer.decode(prompt.text).removeprefix(before).removesuffix(after)
 
 
-def _recorded(run, drafter) -> dict[str, Generation]:
-    "Answers to three questions, with the distributions of each step."
-    model = Verifier(run.model.model, drafter.aux_layer_ids or None)
-    domains = [prompt.domain for prompt in run.questions]
-    several = len(set(domains)) > 1
-    chosen = one_of_each(domains if several else None, min(3, len(domains)))
-    prompts = [run.questions[i] for i in chosen]
-    answers: Any = generate(
-        model,
-        drafter,
-        encode_prompts(prompts, run.tokenizer),
-        k=run.given["k"],
-        max_new_tokens=run.max_new_tokens,
-        eos_token_ids=eos_ids_of(model, run.tokenizer),
-        record=5,
-    )
-    return {question_of(p, run.tokenizer): answer for p, answer in zip(prompts, answers)}
-
-
-def _budget(trainer, model, rows, seconds) -> Budget:
-    "What the run took; FLOPs are counted on the first packed row of the training."
-    data, indices = trainer.train_dataset.dataset, trainer.train_dataset.indices
-    positions = sum(data.lengths[i] for i in indices) * trainer.args.num_train_epochs
-    row = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
-    return Budget(
-        conversations=len(rows),
-        tokens=sum(rows["seq_len"]),
-        steps=trainer.state.global_step,
-        positions=positions,
-        flops=training_flops(trainer.model, row, **trainer.train_kwargs),
-        trained=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
-        verifier=sum(p.numel() for p in model.model.parameters()),
-        seconds=dict(seconds),
-    )
-
-
-def _training(folder, trainer):
-    "The figures of training and their sections, on a row of the three shortest samples."
-    layers = list(trainer.model.drafter().aux_layer_ids)
-    data = FeatureDataset(folder / "features", layers=layers)
-    shortest = sorted(range(len(data)), key=lambda i: data.lengths[i])[:3]
-    samples = [data[i] for i in shortest]
-    row = collate(samples, sum(data.lengths[i] for i in shortest), trainer.model.shift)
-    given = trainer.train_kwargs
-    training_figures(folder, trainer.model, row, log_table(trainer), **given)
-    few = last_positions(samples, trainer.model.shift)
-    return training_sections(folder, trainer.model, few, **given)
-
-
-def commands(run: DemoRun, served: bool) -> list[str]:
-    "What is typed to make the demo again, and to use its drafter."
-    own, defaults = run.given, inspect.signature(globals()[run.command]).parameters
-    own = {n: v for n, v in own.items() if v is not None and v != defaults[n].default}
-    own |= {} if run.folder == Path(f"output/{run.command}") else {"output_dir": run.folder}
+def commands(command: str, given: dict[str, Any], folder: Path, heldout: str | Path, served: bool) -> list[str]:
+    "What is typed to make the demo again, of its arguments without the folder, and to use its drafter."
+    defaults = inspect.signature(globals()[command]).parameters
+    own = {n: v for n, v in given.items() if v is not None and v != defaults[n].default}
+    own |= {} if folder == Path(f"output/{command}") else {"output_dir": folder}
     options = [f"--{n.replace('_', '-')} {shlex.quote(str(v))}" for n, v in own.items()]
-    drafter, heldout = (shlex.quote(str(p)) for p in (run.folder / "drafter", run.heldout))
-    lines = [" ".join([f"speculators-nb {run.command}", *options])]
-    lines.append(f"speculators-nb evaluate {drafter} {heldout}")
+    drafter, heldout = (shlex.quote(str(p)) for p in (folder / "drafter", heldout))
+    lines = [" ".join([f"speculators-nb {command}", *options]), f"speculators-nb evaluate {drafter} {heldout}"]
     return lines + [f"speculators-nb serve {drafter} --run"] * served
 
 
@@ -252,51 +116,122 @@ LEAD = (
 )
 
 
-def _report(run, trainer, problems, measured) -> Path:
-    "The last stage: the page."
-    name, k = run.given["algorithm"], run.given["k"]
-    facts = {
-        "verifier": run.given["verifier"] or VERIFIER,
-        "drafter": f"{name}, drafts {k} tokens a step",
-        "measured on": f"{len(run.questions)} held-out prompts",
-        "vLLM": "; ".join(problems) or "could serve the checkpoint",
-    }
-    drafter = trainer.model.eval().drafter()
-    sections = [
-        answers_section(_recorded(run, drafter), run.tokenizer, name),
-        acceptance_section(measured),
-        *_training(run.folder, trainer),
-        budget_section(_budget(trainer, run.model, run.rows, run.stages.seconds)),
-        again_section(commands(run, served=not problems), git_commit()),
-    ]
-    path, numbers = run.folder / "report.html", headlines(measured, name)
-    return write_page(path, page_html(TITLE, sections, facts, lead=LEAD, numbers=numbers))
-
-
-def _from_features(run) -> Evaluation:
+def _from_features(
+    command: str,  # demo, real
+    given: dict[str, Any],  # its arguments, without the folder
+    folder: Path,  # everything is written here
+    stages: Stages,
+    verifier: str | os.PathLike,  # folder or hub id
+    model: Verifier,
+    tokenizer: Any,
+    rows: Any,  # the training answers, prepared
+    heldout: str | Path,  # where the questions are
+    n_heldout: int | None,  # how many of them are decoded
+    training: dict[str, Any],  # arguments of `train_drafter`
+    temperatures: tuple[float, ...],  # at which the questions are decoded
+    max_new_tokens: int,  # of an answer that is decoded
+    decoded: int,  # tokens of an answer that is decoded at an evaluation in training
+) -> Evaluation:
     "The stages that both commands have: features, training, check, decoding, report."
-    folder, stages, given, n = run.folder, run.stages, run.given, len(run.questions)
-    stages.begin("features", f"hidden states of {len(run.rows)} conversations")
-    computed = faster_dtype(run.model)  # of the states alone: decoding is exact in float32
-    extract_features(run.model, run.rows, folder / "features", compute_dtype=computed)
-    what = f"training a drafter ({given['algorithm']}, to draft {given['k']} tokens)"
-    stages.begin("training", what)
-    trainer = _train(run)
+    name, k, seed = given["algorithm"], given["k"], given["seed"]
+    questions, ends = read_prompts(heldout, first=n_heldout), eos_ids_of(model, tokenizer)
+
+    stages.begin("features", f"hidden states of {len(rows)} conversations")
+    computed = faster_dtype(model)  # of the states alone: decoding is exact in float32
+    extract_features(model, rows, folder / "features", compute_dtype=computed)
+
+    stages.begin("training", f"training a drafter ({name}, to draft {k} tokens)")
+    begun = read_record(folder / "drafter").get("settings", {})
+    trainer = train_drafter(
+        folder / "features",
+        folder / "drafter",
+        verifier,
+        name,
+        seed=seed,
+        bf16=begun["bf16"] if "bf16" in begun else faster_dtype(model) is not None,
+        measure=decoded_acceptance(model, encode_prompts(questions[:PROMPTS], tokenizer), k, decoded, ends),
+        resume_from_checkpoint=is_trained(folder / "drafter"),
+        **training,
+    )
+
     stages.begin("check", "checking that vLLM could serve the checkpoint")
     problems = check_vllm_contract(folder / "drafter")
     print("".join(f"           {problem}\n" for problem in problems), end="", flush=True)
-    how = " and ".join("greedily" if t == 0 else f"at temperature {t:g}" for t in run.temperatures)
-    stages.begin("decoding", f"decoding {n} held-out prompts, {how}")
-    measured = _measure(run)
+
+    how = " and ".join("greedily" if t == 0 else f"at temperature {t:g}" for t in temperatures)
+    stages.begin("decoding", f"decoding {len(questions)} held-out prompts, {how}")
+    drafter = SpeculatorModel.from_pretrained(folder / "drafter").drafter()
+    domains = [prompt.domain for prompt in questions]
+    several = domains if set(domains) != {"all"} else None
+    measured: dict[str, Any] = dict(k=k, temperatures=temperatures, max_new_tokens=max_new_tokens, seed=seed)
+    about = measured | dict(n=len(questions), drafter=identify(str(folder / "drafter")))
+    with SharedPrompts(folder, about) as job:  # what was decoded before an interruption is kept
+        evaluation = evaluate(
+            Verifier(model.model, drafter.aux_layer_ids or None),
+            {PLAIN: NoDrafter(), "n-gram": NgramDrafter(), name: drafter},
+            encode_prompts(questions, tokenizer),
+            eos_token_ids=ends,
+            domains=several,
+            baseline=True,
+            decode=job.decode,
+            **measured,
+        )
+        job.finish(lambda: str(evaluation.save(folder)))
+
     stages.begin("report", "figures and report")
-    report = _report(run, trainer, problems, measured)
+    trained = trainer.model.eval().drafter()
+    taps = list(trained.aux_layer_ids)
+    asked = [questions[i] for i in one_of_each(domains if len(set(domains)) > 1 else None, min(3, len(domains)))]
+    answers: Any = generate(  # with the distributions of each step
+        Verifier(model.model, taps or None),
+        trained,
+        encode_prompts(asked, tokenizer),
+        k=k,
+        max_new_tokens=max_new_tokens,
+        eos_token_ids=ends,
+        record=5,
+    )
+    data = FeatureDataset(folder / "features", layers=taps)
+    shortest = sorted(range(len(data)), key=lambda i: data.lengths[i])[:3]
+    samples = [data[i] for i in shortest]
+    row = collate(samples, sum(data.lengths[i] for i in shortest), trainer.model.shift)
+    training_figures(folder, trainer.model, row, log_table(trainer), **trainer.train_kwargs)
+    few = last_positions(samples, trainer.model.shift)
+    of_training = training_sections(folder, trainer.model, few, **trainer.train_kwargs)
+    used = trainer.train_dataset
+    packed = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    budget = Budget(
+        conversations=len(rows),
+        tokens=sum(rows["seq_len"]),
+        steps=trainer.state.global_step,
+        positions=sum(used.dataset.lengths[i] for i in used.indices) * trainer.args.num_train_epochs,
+        flops=training_flops(trainer.model, packed, **trainer.train_kwargs),
+        trained=sum(p.numel() for p in trainer.model.parameters() if p.requires_grad),
+        verifier=sum(p.numel() for p in model.model.parameters()),
+        seconds=dict(stages.seconds),
+    )
+    sections = [
+        answers_section({question_of(p, tokenizer): a for p, a in zip(asked, answers)}, tokenizer, name),
+        acceptance_section(evaluation),
+        *of_training,
+        budget_section(budget),
+        again_section(commands(command, given, folder, heldout, served=not problems), git_commit()),
+    ]
+    facts = {
+        "verifier": given["verifier"] or VERIFIER,
+        "drafter": f"{name}, drafts {k} tokens a step",
+        "measured on": f"{len(questions)} held-out prompts",
+        "vLLM": "; ".join(problems) or "could serve the checkpoint",
+    }
+    page = page_html(TITLE, sections, facts, lead=LEAD, numbers=headlines(evaluation, name))
+    report = write_page(folder / "report.html", page)
     stages.end()
-    tables = readable_tables(measured)
+    tables = readable_tables(evaluation)
     print(tables["Mean acceptance length"].to_string())
     print(tables["Speed"].to_string())
     seconds = time.time() - stages.start
     print(f"Done in {seconds:.0f} s. Open {report} in a browser; then `make lab` shows how.")
-    return measured
+    return evaluation
 
 
 def _begin(command, given, count) -> tuple[Path, Stages]:
@@ -330,8 +265,15 @@ def demo(
     check_clone(prompts, heldout)
     stages.begin("answers", "the verifier answers the training prompts")
     tokenizer, model = open_tokenizer(verifier), Verifier.from_pretrained(str(verifier))
-    rows = _answers(model, tokenizer, prompts, folder, n_prompts, temperature, seed)
-    run = DemoRun(
+    answered = folder / "answers.jsonl"
+    sampled: dict[str, Any] = dict(max_new_tokens=160, temperature=temperature, seed=seed, limit=n_prompts)
+    counts = regenerate(model, tokenizer, prompts, answered, **sampled)
+    answers = answered.read_text(encoding="utf-8").splitlines()
+    if not answers:
+        why = next(iter(counts["failed"]), "there were none")
+        raise ValueError(f"verifier={verifier!r}: answered no conversation of {prompts} ({why})")
+    longest = text_config(model.model.config).max_position_embeddings
+    return _from_features(
         command="demo",
         given=given,
         folder=folder,
@@ -339,15 +281,14 @@ def demo(
         verifier=verifier,
         model=model,
         tokenizer=tokenizer,
-        rows=rows,
+        rows=prepare(map(json.loads, answers), tokenizer, max_length=longest),
         heldout=heldout,
-        questions=read_prompts(heldout, first=n_heldout),
+        n_heldout=n_heldout,
         training=settings(algorithm, k) | dict(num_train_epochs=epochs),
         temperatures=(0.0, 1.0),
         max_new_tokens=160,
         decoded=160,
     )
-    return _from_features(run)
 
 
 VERIFIER = "SmolLM2-135M-Instruct"
@@ -383,7 +324,7 @@ def real(
     # a share of all steps: three evaluations and checkpoints, however many conversations
     often = dict.fromkeys(("eval_strategy", "save_strategy"), "steps")
     often |= dict.fromkeys(("eval_steps", "save_steps"), 1 / 3)
-    run = DemoRun(
+    return _from_features(
         command="real",
         given=given,
         folder=folder,
@@ -393,10 +334,9 @@ def real(
         tokenizer=tokenizer,
         rows=rows,
         heldout=folder / "prepared",
-        questions=read_prompts(folder / "prepared", first=n_heldout),
+        n_heldout=n_heldout,
         training=settings(algorithm, k) | sizes | often,
         temperatures=(0.0,),
         max_new_tokens=96,
         decoded=48,
     )
-    return _from_features(run)

@@ -59,36 +59,11 @@ else:
 KEPT = "checkpoints that are complete are kept, --resume continues from the newest"
 
 
-def _decoding(verifier, data) -> Measure | None:
-    "Acceptance on the first questions of `data`, at each evaluation; None: nothing is decoded."
-    if data is None:
-        return None
-    target, tokenizer = open_verifier(verifier)
-    prompts = prompts_of(data, tokenizer, PROMPTS)[0]
-    return decoded_acceptance(target, prompts, eos_token_ids=eos_ids_of(target, tokenizer))
-
-
 GIVEN_TO_TRAINER = (  # options of `train` that are training arguments of the same name
     *("num_train_epochs", "total_seq_len", "gradient_accumulation_steps", "bf16", "fsdp"),
     *("learning_rate", "optimizer", "checkpoint_format", "context_parallel_size", "save_dtype"),
     *("early_stopping_patience", "regenerate_every"),
 )
-
-
-def _record_run(trainer, record, origin):
-    "The provenance of a run, by the first rank; that of a finished one stays."
-    args, folder = trainer.args, trainer.args.output_dir
-    if not args.should_save or (trainer.done and provenance_path(folder).is_file()):
-        return
-    write_provenance(
-        folder,
-        "train",
-        record,
-        origin,
-        steps=trainer.state.global_step,
-        world_size=args.world_size,
-        gradient_accumulation_steps=args.gradient_accumulation_steps,
-    )
 
 
 def train(
@@ -141,6 +116,11 @@ def train(
         draft_arch = draft_arch or settings(algorithm).get("draft_arch")
     check_step_memory(verifier, locals())
     with disk_errors(output_dir, KEPT), remote_code(trust_remote_code), one_writer(output_dir):
+        decoding: Measure | None = None  # acceptance on the first questions, at each evaluation
+        if decode_prompts is not None:
+            target, tokenizer = open_verifier(verifier)
+            prompts = prompts_of(decode_prompts, tokenizer, PROMPTS)[0]
+            decoding = decoded_acceptance(target, prompts, eos_token_ids=eos_ids_of(target, tokenizer))
         trainer = train_drafter(
             data_dir,
             output_dir,
@@ -157,19 +137,27 @@ def train(
             storage=storage,
             target_layer_ids=aux_layer_ids or None,
             trust_features=trust_features,
-            measure=_decoding(verifier, decode_prompts),
+            measure=decoding,
             patience=patience,
             resume_from_checkpoint=resume,
             overwrite=overwrite,
             **given | more,
         )
-    kind = trainer.model.config.speculators_model_type
-    record = dict(algorithm=kind, num_layers=num_layers, seed=seed, resume=resume)
-    record |= dict(draft_vocab_size=draft_vocab_size, server=one_or_several(server))
-    given["learning_rate"] = trainer.args.learning_rate
-    record |= given | dict(extra=more, decode_prompts=decode_prompts, eval_share=eval_share)
-    origin = dict(features=data_dir, verifier=verifier, from_pretrained=from_pretrained)
-    _record_run(trainer, record, origin)
+    args = trainer.args
+    # by the first rank; the record of a finished run stays
+    if args.should_save and not (trainer.done and provenance_path(output_dir).is_file()):
+        given |= dict(learning_rate=args.learning_rate, extra=more, decode_prompts=decode_prompts)
+        given |= dict(draft_vocab_size=draft_vocab_size, server=one_or_several(server), eval_share=eval_share)
+        given |= dict(num_layers=num_layers, seed=seed, resume=resume)
+        write_provenance(
+            output_dir,
+            "train",
+            dict(algorithm=trainer.model.config.speculators_model_type) | given,
+            dict(features=data_dir, verifier=verifier, from_pretrained=from_pretrained),
+            steps=trainer.state.global_step,
+            world_size=args.world_size,
+            gradient_accumulation_steps=args.gradient_accumulation_steps,
+        )
     return trainer
 
 
@@ -191,21 +179,6 @@ class Contender(NamedTuple):
     tokenizer: Any
 
 
-def _own_length(method, k):
-    "Draft lengths of a method; None: its checkpoint's own."
-    return k or ([LENGTH] if method in (*NO_WEIGHTS, "draft_model") else None)
-
-
-def _check_method(drafter, method):
-    "Whether a checkpoint is one of this library. Errors: ValueError if it drafts otherwise."
-    kind = None if drafter is None else read_config(drafter).get("speculators_model_type")
-    served = (method_of_types().get(str(kind)) or [None])[0]
-    if kind and method and method != served:
-        as_what = f"vLLM serves as method={served}" if served else "vLLM does not serve"
-        raise ValueError(f"method={method!r}: {drafter} is a drafter of type {kind}, which {as_what}; leave method out")
-    return kind is not None
-
-
 def _load_checkpoint(drafter, options) -> Contender:
     "A drafter of this library, and the verifier that it was trained for."
     verifier, device = options["verifier"], options["device"]
@@ -225,8 +198,7 @@ def _load_checkpoint(drafter, options) -> Contender:
 
 def _load_method(drafter, options) -> Contender:
     "The drafter of a method of vLLM. Errors: as of `SpeculativeConfig`."
-    method, verifier = options["method"], options["verifier"]
-    lengths = _own_length(method, options["k"])
+    method, verifier, lengths = options["method"], options["verifier"], options["lengths"]
     config = SpeculativeConfig(
         method=method,
         model=drafter,
@@ -243,19 +215,13 @@ def _load_method(drafter, options) -> Contender:
     return Contender(name, trained, config.depth, verifier, target, tokenizer)
 
 
-def _what_is_served(drafter, options) -> tuple[str, dict[str, Any]]:
-    "What `evaluate_engine` is given: a checkpoint or an address, and further arguments."
-    if server := options["server"]:
-        config = drafter and SpeculatorModelConfig.from_pretrained(drafter)
-        return server, dict(name=config and config.speculators_model_type)
-    started: dict[str, Any] = {name: options[name] for name in ("verifier", "dtype", "max_model_len", "method")}
-    started |= dict(extra=options["extra"] or (), k=_own_length(options["method"], options["k"]) or None)
-    return (drafter, started) if drafter else (started.pop("verifier"), started)
-
-
 def _evaluate_vllm(drafter, data, options) -> EngineEvaluation:
     "Acceptance, throughput and latency in vLLM, which is started unless it runs."
-    served, started = _what_is_served(drafter, options)
+    started: dict[str, Any] = {name: options[name] for name in ("verifier", "dtype", "max_model_len", "method")}
+    started |= dict(extra=options["extra"] or (), k=options["lengths"])
+    served = options["server"] or drafter or started.pop("verifier")  # a checkpoint or an address
+    if options["server"]:
+        started = dict(name=drafter and SpeculatorModelConfig.from_pretrained(drafter).speculators_model_type)
     warn_of_other_weights(drafter, options["verifier"])
     same = ("baseline", "max_new_tokens", "load", "seed", "output_dir", "vllm", *FILTERS)
     return evaluate_engine(
@@ -342,8 +308,15 @@ def evaluate(
     if output_dir is not None:
         writable_folder(output_dir)
     refuse_overwriting(output_dir, overwrite, EVALUATION)
-    options["ours"] = method is None or _check_method(drafter, method)
+    kind = None if drafter is None or method is None else read_config(drafter).get("speculators_model_type")
+    served = (method_of_types().get(str(kind)) or [None])[0]
+    if kind and method != served:
+        as_what = f"vLLM serves as method={served}" if served else "vLLM does not serve"
+        raise ValueError(f"method={method!r}: {drafter} is a drafter of type {kind}, which {as_what}; leave method out")
+    options["ours"] = method is None or kind is not None
     options["k"] = [k] if isinstance(k, int) else list(k or ())
+    # None: the checkpoint's own
+    options["lengths"] = options["k"] or ([LENGTH] if method in (*NO_WEIGHTS, "draft_model") else None)
     options["temperature"] = tuple(temperature or (0.0,))
     run = _evaluate_vllm if engine == "vllm" else _evaluate_reference
     with evaluation_job(output_dir, options) as options["job"]:

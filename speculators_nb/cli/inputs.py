@@ -85,32 +85,6 @@ TOKENISES = ("regenerate", "features", "calibrate", "demo", "real")
 READS = (*TOKENISES, "prepare", "train", "evaluate", "doctor", "serve", "convert", "stitch-mtp")
 
 
-def _check_verifier(values, command):
-    "Errors: FileNotFoundError or ValueError for a folder that is no verifier's."
-    verifier = values.get("verifier")
-    if verifier is None or not Path(verifier).is_dir() or command not in READS:
-        return
-    remote = values.get("server") is not None
-    if not (command == "regenerate" and remote):
-        verifier_object(verifier)
-    here = command == "evaluate" and values.get("engine") != "vllm"
-    if command in TOKENISES or (here and values.get("method") is None):
-        check_tokenizer(verifier)
-
-
-def _check_evaluated(values, command):
-    "Errors: as of `check_folder`: no drafter, nor one that can be read as a foreign one; its verifier is not here."
-    drafter, verifier = values.get("drafter"), values.get("verifier")
-    if drafter is None or not Path(drafter).exists() or values.get("method") is not None:
-        return
-    if verifier is None or not (Path(drafter) / "config.json").is_file():
-        config = check_folder(drafter)
-        if verifier is None and values.get("server") is None:
-            name = named_verifier(config, drafter)
-            with named_by(drafter):
-                _check_model("verifier", name, command)
-
-
 def check_confidence_head(drafter: str | os.PathLike, config: dict[str, Any]):
     "Errors: ValueError for the config of a drafter that has no confidences to calibrate."
     if not config.get("enable_confidence_head"):
@@ -189,40 +163,29 @@ def _training_arguments(values, algorithm, where) -> dict[str, Any]:
             meant = near(name, RULES)
             meant = meant if meant.startswith("Did") else "docs/commands lists those of train"
             raise ValueError(f"{where}.{name}={shown(value)}: there is no such option. {meant}")
-    try:
-        check_options(dict(algorithm=algorithm) | arguments)
-    except ValueError as e:
-        raise ValueError(f"{where}.{e}") from None
+    check_options(dict(algorithm=algorithm) | arguments, before=f"{where}.")
     return arguments
-
-
-def _read_fields(path) -> dict[str, Any]:
-    "The fields of an experiment's file, each by its rule; what `import` names is imported. Errors: ValueError."
-    fields = spelt(read_plain(path, "experiment", "settings, or a grid"), f"{path}: ")
-    for name, value in fields.items():
-        if name not in FIELDS:
-            raise ValueError(f"{path}: {name}={shown(value)}: an experiment has no such field. {near(name, FIELDS)}")
-    if ("settings" in fields) == ("grid" in fields):
-        what = "both are given" if "grid" in fields else "one of them is missing"
-        raise ValueError(
-            f"{path}: settings, grid: {what}; write settings: {{NAME: {{OPTION: VALUE}}}}, or "
-            "grid: {OPTION: [VALUE, VALUE]}"
-        )
-    modules = {"import": fields.get("import", [])}
-    import_first(path, modules)
-    rules = {name: value for name, value in fields.items() if f"experiment.{name}" in IN}
-    try:
-        check_options(dict(algorithm=fields.get("algorithm", FIRST_CHOICE)) | rules, "experiment")
-    except ValueError as e:
-        raise ValueError(f"{path}: {e}") from None
-    return fields | modules
 
 
 def read_experiment_file(path: str | os.PathLike) -> ExperimentFile:
     """Read and check the file of an experiment; what `import` names is imported. Errors:
     FileNotFoundError, ValueError naming the field, its value and what to write."""
-    fields, where = _read_fields(Path(path)), f"{path}: "
+    where = f"{path}: "
+    fields = spelt(read_plain(Path(path), "experiment", "settings, or a grid"), where)
+    for name, value in fields.items():
+        if name not in FIELDS:
+            raise ValueError(f"{where}{name}={shown(value)}: an experiment has no such field. {near(name, FIELDS)}")
+    if ("settings" in fields) == ("grid" in fields):
+        what = "both are given" if "grid" in fields else "one of them is missing"
+        raise ValueError(
+            f"{where}settings, grid: {what}; write settings: {{NAME: {{OPTION: VALUE}}}}, or "
+            "grid: {OPTION: [VALUE, VALUE]}"
+        )
+    modules = {"import": fields.get("import", [])}
+    import_first(Path(path), modules)
     algorithm = fields.get("algorithm", FIRST_CHOICE)
+    rules = {name: value for name, value in fields.items() if f"experiment.{name}" in IN}
+    check_options(dict(algorithm=algorithm) | rules, "experiment", before=where)
     kind = "grid" if "grid" in fields else "settings"
     if not fields[kind]:
         raise ValueError(f"{where}{kind}={{}}: is empty")
@@ -244,14 +207,8 @@ def read_experiment_file(path: str | os.PathLike) -> ExperimentFile:
             )
         for value in values.values() if isinstance(values, dict) else values:
             _training_arguments({name: value}, algorithm, f"{where}grid")
-    return ExperimentFile(
-        algorithm=algorithm,
-        settings=settings,
-        factors=factors,
-        common=common,
-        given={name: fields[name] for name in (*SIZES, *DATA) if name in fields},
-        modules=fields["import"],
-    )
+    given = {name: fields[name] for name in (*SIZES, *DATA) if name in fields}
+    return ExperimentFile(algorithm, settings, factors, common, given, modules["import"])
 
 
 def check_settings(record: Path, settings: dict[str, Any]) -> None:
@@ -267,15 +224,81 @@ def check_settings(record: Path, settings: dict[str, Any]) -> None:
         )
 
 
-def _check_drafter(folder):
-    if Path(folder).exists():
-        check_folder(folder)
-
-
 RESULTS = {"evaluate": EVALUATION, "calibrate": CALIBRATION, "compare": COMPARISON, "doctor": DIAGNOSIS}
 
 
-def _check_new(values, command):
+def check_inputs(values: dict, command: str):
+    "Errors: FileNotFoundError, FileExistsError or ValueError for an input or output that is not what is needed."
+    get = values.get
+    match command:  # what has a better answer than a missing model
+        case "demo":
+            check_clone(values["prompts"], values["heldout"])
+        case "real" if values["data"].startswith("data/"):
+            check_clone(values["data"])
+        case "experiment":
+            read_experiment_file(values["file"])
+        case "train":
+            check_features(values["data_dir"], values["verifier"])
+    for field, value in values.items():
+        if not isinstance(value, (str, os.PathLike)) or str(value).startswith("hf:"):
+            continue
+        if field == "verifier" and get("to") == "llama.cpp":
+            if not Path(value).is_file():
+                raise FileNotFoundError(f"{value}: no such file; with --to llama.cpp the verifier is its GGUF file")
+        elif field in MODELS or (command, field) == ("convert", "source"):
+            _check_model(field, value, command)
+        elif field == "data" and get("self_prompts") is None:
+            _check_data(field, value, command)
+    _check_output(values, command)
+
+    verifier, drafter = get("verifier"), get("drafter") or get("folder") or get("checkpoint")
+    if verifier is not None and Path(verifier).is_dir() and command in READS:
+        if not (command == "regenerate" and get("server") is not None):
+            verifier_object(verifier)
+        here = command == "evaluate" and get("engine") != "vllm" and get("method") is None
+        if here or command in TOKENISES:
+            check_tokenizer(verifier)
+    there = drafter is not None and Path(drafter).exists()
+    match command:
+        case "check" | "doctor" | "export" | "stitch-mtp" if there:
+            check_folder(drafter)
+        case "evaluate" | "calibrate" if there and get("method") is None:
+            has_config = (Path(drafter) / "config.json").is_file()
+            if verifier is None or not has_config:  # or it is read as a foreign one
+                config = check_folder(drafter)
+                if verifier is None and get("server") is None:
+                    name = named_verifier(config, drafter)
+                    with named_by(drafter):
+                        _check_model("verifier", name, command)
+            if command == "calibrate" and has_config:
+                check_confidence_head(drafter, model_object(drafter))
+        case "serve" if Path(drafter).is_dir():
+            config = model_object(drafter)
+            if "speculators_model_type" in config and verifier is None:
+                named_verifier(config, drafter)
+        case "vocab" | "report":
+            folder = Path(values["data_dir" if command == "vocab" else "prepared"])
+            table_files(folder / "rows" if command == "vocab" and (folder / "rows").is_dir() else folder)
+        case "train":
+            start = get("from_pretrained")
+            if start and Path(start).exists() and not (Path(start) / "config.json").is_file():
+                check_folder(start)
+        case "compare":
+            for folder in named_runs(values["runs"]).values():
+                check_evaluation(folder)
+        case "convert" if Path(source := values["source"]).is_dir():
+            check_not_empty(source)
+            file = Path(source) / "config.json"
+            if file.is_file() and get("format") is None:
+                refuse_own(read_object(file), str(source))
+    if command == "doctor":
+        if get("features") is not None:
+            layout_of(values["features"])
+        for folder in get("evaluation") or ():
+            check_evaluation(folder)
+
+
+def _check_output(values, command):
     "Errors: FileExistsError or ValueError for an output that would replace another, or what it is made from."
     output, overwrite = values.get("output_dir"), values.get("overwrite", False)
     if command in ("convert", "export", "from-gguf", "stitch-mtp"):
@@ -294,69 +317,3 @@ def _check_new(values, command):
         case "demo" | "real":
             given = {n: v for n, v in values.items() if n not in ("output_dir", "import")}
             check_settings(Path(output) / f"{command}.json", given)
-
-
-def _check_read(values, command):
-    "Errors: FileNotFoundError or ValueError for what a command reads, where it is of another kind."
-    match command:
-        case "vocab" | "report":
-            folder = Path(values["data_dir" if command == "vocab" else "prepared"])
-            table_files(folder / "rows" if command == "vocab" and (folder / "rows").is_dir() else folder)
-        case "train":
-            start = values.get("from_pretrained")
-            if start and Path(start).exists() and not (Path(start) / "config.json").is_file():
-                check_folder(start)
-        case "evaluate" | "calibrate":
-            _check_evaluated(values, command)
-            if command == "calibrate" and (Path(drafter := values["drafter"]) / "config.json").is_file():
-                check_confidence_head(drafter, model_object(drafter))
-        case "compare":
-            for folder in named_runs(values["runs"]).values():
-                check_evaluation(folder)
-        case "check":
-            _check_drafter(values["folder"])
-        case "doctor":
-            _check_drafter(values["drafter"])
-            if values.get("features") is not None:
-                layout_of(values["features"])
-            for folder in values.get("evaluation") or ():
-                check_evaluation(folder)
-        case "serve" if Path(checkpoint := values["checkpoint"]).is_dir():
-            config = model_object(checkpoint)
-            if "speculators_model_type" in config and values.get("verifier") is None:
-                named_verifier(config, checkpoint)
-        case "convert" if Path(source := values["source"]).is_dir():
-            check_not_empty(source)
-            file = Path(source) / "config.json"
-            if file.is_file() and values.get("format") is None:
-                refuse_own(read_object(file), str(source))
-        case "export":
-            _check_drafter(values["checkpoint"])
-        case "stitch-mtp":
-            _check_drafter(values["drafter"])
-
-
-def check_inputs(values: dict, command: str):
-    "Errors: FileNotFoundError, FileExistsError or ValueError for an input or output that is not what is needed."
-    match command:  # what has a better answer than a missing model
-        case "demo":
-            check_clone(values["prompts"], values["heldout"])
-        case "real" if values["data"].startswith("data/"):
-            check_clone(values["data"])
-        case "experiment":
-            read_experiment_file(values["file"])
-        case "train":
-            check_features(values["data_dir"], values["verifier"])
-    for field, value in values.items():
-        if not isinstance(value, (str, os.PathLike)) or str(value).startswith("hf:"):
-            continue
-        if field == "verifier" and values.get("to") == "llama.cpp":
-            if not Path(value).is_file():
-                raise FileNotFoundError(f"{value}: no such file; with --to llama.cpp the verifier is its GGUF file")
-        elif field in MODELS or (command, field) == ("convert", "source"):
-            _check_model(field, value, command)
-        elif field == "data" and values.get("self_prompts") is None:
-            _check_data(field, value, command)
-    _check_new(values, command)
-    _check_verifier(values, command)
-    _check_read(values, command)

@@ -1,14 +1,13 @@
 """The commands of `speculators-nb`, from `regenerate` to `serve`, and those that measure and convert.
 Each is a function of the library, and reads what the one before it has written."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import typer
 
-from ..core.options import FIRST_CHOICE, check_options
-from .command import command, library, new_app, one_line
-from .run import run_recipe, stages_of
+from .command import command, library, new_app
 
 app = new_app(
     "speculators-nb",
@@ -17,12 +16,18 @@ app = new_app(
 )
 
 
+def enter(function: str, report: Callable, group: str, **options: Any) -> Callable:
+    """Enter a function of the package, e.g. "data.prepare.prepare_data", as a command; the rest as of `command`."""
+    module, _, name = function.rpartition(".")
+    return command(library(module, name), report, app, group=group, **options)
+
+
+def _nothing(result):
+    "What reports while it runs has nothing left to print."
+
+
 def _table(frame, **options):
     return frame.astype(object).where(frame.notna(), "").to_string(float_format="{:.3f}".format, **options)
-
-
-def _reported(page):
-    return f"{page}: open it in a browser; its tables are beside it."
 
 
 def _extracted(n):
@@ -37,33 +42,34 @@ def _chosen(n):
     )
 
 
-regenerate = command(
-    library("cli.data_commands", "regenerate"),
+regenerate = enter(
+    "cli.data_commands.regenerate",
     str,
-    app,
-    group="Data",
+    "Data",
     output="output",
     then=lambda report, given: [
         ("prepare", given["output"], "PREPARED", "--verifier", given["verifier"] or "VERIFIER")
     ],
 )
-prepare = command(
-    library("data.prepare", "prepare_data"),
+prepare = enter(
+    "data.prepare.prepare_data",
     lambda prepared: prepared.summary(),
-    app,
+    "Data",
     name="prepare",
-    group="Data",
     then=lambda prepared, given: [("features", prepared.folder, "FEATURES", "--verifier", given["verifier"])],
 )
-features = command(
-    library("cli.data_commands", "features"),
+features = enter(
+    "cli.data_commands.features",
     _extracted,
-    app,
-    group="Data",
+    "Data",
     then=lambda counts, given: [("train", given["output_dir"], "DRAFTER")],
 )
-report = command(library("report.data_report", "report"), _reported, app, group="Data")
-vocab = command(library("cli.data_commands", "vocab"), _chosen, app, group="Data")
+report = enter(
+    "report.data_report.report",
+    lambda page: f"{page}: open it in a browser; its tables are beside it.",
+    "Data",
+)
+vocab = enter("cli.data_commands.vocab", _chosen, "Data")
 
 
 def _trained(trainer):
@@ -110,25 +116,19 @@ def _verdict(found):
     return f"{found.engine} can serve this drafter."
 
 
-train = command(
-    library("cli.drafter_commands", "train"),
+train = enter(
+    "cli.drafter_commands.train",
     _trained,
-    app,
-    group="Drafters",
+    "Drafters",
     then=lambda trainer, given: [("evaluate", given["output_dir"], "PROMPTS.jsonl"), ("serve", given["output_dir"])],
 )
-evaluate = command(library("cli.drafter_commands", "evaluate"), _measured, app, group="Drafters")
-calibrate = command(
-    library("cli.drafter_commands", "calibrate"), lambda table: _table(table, index=False), app, group="Drafters"
-)
-compare = command(
-    library("cli.drafter_commands", "compare"), lambda runs: _table(runs.table(), index=False), app, group="Drafters"
-)
-check = command(
-    library("cli.serving", "check"),
+evaluate = enter("cli.drafter_commands.evaluate", _measured, "Drafters")
+calibrate = enter("cli.drafter_commands.calibrate", lambda table: _table(table, index=False), "Drafters")
+compare = enter("cli.drafter_commands.compare", lambda runs: _table(runs.table(), index=False), "Drafters")
+check = enter(
+    "cli.serving.check",
     _verdict,
-    app,
-    group="Drafters",
+    "Drafters",
     verdict="The engine cannot serve the drafter: each reason is a line.",
 )
 
@@ -144,12 +144,11 @@ def _diagnosed(diagnosis):
     raise typer.Exit(1)
 
 
-doctor = command(
-    library("doctor.doctor", "examine"),
+doctor = enter(
+    "doctor.doctor.examine",
     _diagnosed,
-    app,
+    "Drafters",
     name="doctor",
-    group="Drafters",
     verdict="A stage loses: the first is named, with the page to read.",
 )
 
@@ -169,9 +168,7 @@ def _evaluate_longest(found, given):
     return [("evaluate", f"{folder}/drafter", "shipped", *modules)]
 
 
-experiment = command(
-    library("cli.drafter_commands", "experiment"), _settled, app, group="Drafters", then=_evaluate_longest
-)
+experiment = enter("cli.drafter_commands.experiment", _settled, "Drafters", then=_evaluate_longest)
 
 
 def _served(words):
@@ -180,82 +177,26 @@ def _served(words):
     return words and as_shell(*words)
 
 
-serve = command(library("cli.serving", "serve"), _served, app, group="Serving", output=None)
-
-from_gguf = command(
-    library("verifier.from_gguf", "save_verifier"),
+serve = enter("cli.serving.serve", _served, "Serving", output=None)
+from_gguf = enter(
+    "verifier.from_gguf.save_verifier",
     str,
-    app,
+    "Data",
     name="from-gguf",
-    group="Data",
     output=None,
     then=lambda folder, given: [("regenerate", "PROMPTS.jsonl", "ANSWERS.jsonl", "--verifier", str(folder))],
 )
-convert = command(
-    library("models.convert", "convert"),
+convert = enter(
+    "models.convert.convert",
     str,
-    app,
-    group="Checkpoints",
+    "Checkpoints",
     then=lambda folder, given: [("evaluate", folder, "PROMPTS.jsonl")],
 )
-export = command(library("cli.serving", "export"), str, app, group="Checkpoints")
-stitch_mtp = command(
-    library("models.mtp_native", "stitch_mtp"), str, app, name="stitch-mtp", group="Checkpoints", output=None
-)
-
-# they report while they run
-demo = command(library("cli.demo", "demo"), lambda evaluation: None, app, group="All of it", output=None)
-real = command(library("cli.demo", "real"), lambda evaluation: None, app, group="All of it", output=None)
-
-
-def perform(name: str, values: dict):
-    "Run a command of this program on checked values, as a stage of a run."
-    with one_line(app.functions[name]):
-        app.perform[name](values)
-
-
-def run(
-    recipe: Path,  # YAML or JSON, with a section for each command to run
-    output_dir: Path | None = None,  # for report.html, run.json; default: where the outputs are
-    dry_run: bool = False,  # print what is done and what would run, and do nothing
-    overwrite: bool = False,  # make again what has changed, with all that follows it
-    import_: list[str] | None = None,  # modules or .py files that register drafters
-) -> list[str]:  # stages that have run
-    """Run a recipe: every section in order, from conversations to a report. Run it again to
-    continue: what is done is skipped."""
-    return run_recipe(recipe, app.functions, app.outputs, perform, output_dir, dry_run, overwrite, import_)
-
-
-command(run, lambda ran: None, app, group="All of it", output=None)
-
-
-def plan(
-    recipe: Path,  # YAML or JSON, with sections features and train, or one of them
-    verifier: str | None = None,  # folder or hub id of another; only config.json is read
-    conversations: int | None = None,  # default: as prepared, else of the recipe, else 50,000
-    tokens_each: int = 1000,  # of a conversation, where no prepared folder is there to count
-    devices: int = 1,  # that train
-    memory: float | None = None,  # GB of one; default: of this machine's, if it has any
-    disk: float | None = None,  # GB free for features; default: where the recipe writes them
-    tflops: float | None = None,  # of one device in bfloat16; default: an H100's, or measured here
-    mfu: float | None = None,  # share of it that is reached; default: as measured with the drafter
-    bandwidth: float | None = None,  # of a device's memory, TB/s; default: as tflops
-) -> Any:  # plan.requirements.Requirements
-    """What a recipe needs: disk, memory of a training step, the time of each stage, servers; what
-    does not fit, and the option that makes it fit. No stage is started, no weights are read. Without
-    an option that describes a machine it is about this one."""
-    check_options(locals(), "plan")
-    stages = stages_of(recipe, app.functions, app.outputs)[0]
-    # after a wrong recipe is refused: this imports torch
-    from ..plan.requirements import GB, machine_of, requirements
-
-    sections = {stage.name: stage.values for stage in stages}
-    training = sections.get("train")
-    algorithm = (training["algorithm"] or FIRST_CHOICE) if training else ""
-    place = None if memory is None else memory * GB
-    machine = machine_of(algorithm, devices, place, tflops, mfu, bandwidth)
-    free = None if disk is None else disk * GB
-    return requirements(sections, verifier, conversations, tokens_each, machine, free)
+export = enter("cli.serving.export", str, "Checkpoints")
+stitch_mtp = enter("models.mtp_native.stitch_mtp", str, "Checkpoints", name="stitch-mtp", output=None)
+demo = enter("cli.demo.demo", _nothing, "All of it", output=None)
+real = enter("cli.demo.real", _nothing, "All of it", output=None)
+run = enter("cli.run.run", _nothing, "All of it", output=None)
 
 
 def _planned(found):
@@ -266,11 +207,10 @@ def _planned(found):
         raise typer.Exit(1)
 
 
-command(
-    plan,
+plan = enter(
+    "cli.run.plan",
     _planned,
-    app,
-    group="All of it",
+    "All of it",
     output=None,
     verdict="Something does not fit: each is a line, with the option that makes it fit.",
 )

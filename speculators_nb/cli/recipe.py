@@ -9,12 +9,11 @@ import os
 import re
 import sys
 import types
-import typing
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
@@ -171,6 +170,31 @@ def loads_drafters(function: Callable) -> bool:
     return bool(LOADS & set(inspect.signature(function).parameters))
 
 
+def import_drafters(names: Iterable[str]) -> None:
+    """Import what registers drafters. Errors: FileNotFoundError, ModuleNotFoundError or
+    ValueError naming a file or a module that is missing, or whose import fails."""
+    for given in names:
+        try:
+            if given.endswith(".py") or re.search(r"[\\/]", given):
+                _import_file(given)
+            else:
+                importlib.import_module(given)
+        except (Exception, SystemExit) as e:
+            if str(e).startswith("import="):
+                raise
+            missing = isinstance(e, ModuleNotFoundError) and e.name
+            if (missing and f"{given}.".startswith(f"{missing}.")) or not re.fullmatch(r"\w+(\.\w+)*", given):
+                raise ModuleNotFoundError(
+                    f"import={given!r}: no such module; install it, put its folder into PYTHONPATH, or "
+                    "name its file: --import my_drafters.py"
+                ) from None
+            what = f"{type(e).__name__}: {e}" if str(e) else type(e).__name__
+            raise ValueError(
+                f"import={given!r}: cannot be imported ({what}); mend it, and try it with "
+                "python; --traceback shows the place"
+            ) from e
+
+
 def _import_file(given: str):
     "Import a file as a module of its name. Errors: FileNotFoundError, ValueError."
     file = Path(given).expanduser().absolute()
@@ -193,51 +217,16 @@ def _import_file(given: str):
         raise
 
 
-def _import_module(given: str):
-    "Import a module by its name. Errors: ModuleNotFoundError where Python finds none."
-    try:
-        found = all(map(str.isidentifier, given.split("."))) and importlib.util.find_spec(given)
-    except ModuleNotFoundError:  # of the package that holds it
-        found = None
-    if not found:
-        raise ModuleNotFoundError(
-            f"import={given!r}: no such module; install it, put its folder into PYTHONPATH, or "
-            "name its file: --import my_drafters.py"
-        )
-    importlib.import_module(given)
-
-
-def import_drafters(names: Iterable[str]) -> None:
-    """Import what registers drafters. Errors: FileNotFoundError, ModuleNotFoundError or
-    ValueError naming a file or a module that is missing, or whose import fails."""
-    for given in names:
-        is_file = given.endswith(".py") or re.search(r"[\\/]", given)
-        try:
-            (_import_file if is_file else _import_module)(given)
-        except (Exception, SystemExit) as e:
-            if str(e).startswith("import="):
-                raise
-            what = f"{type(e).__name__}: {e}" if str(e) else type(e).__name__
-            raise ValueError(
-                f"import={given!r}: cannot be imported ({what}); mend it, and try it with "
-                "python; --traceback shows the place"
-            ) from e
-
-
 def fields_of(function: Callable) -> dict[str, object]:  # field -> type
     "The fields that a recipe may set, from the function's signature."
-    hints = typing.get_type_hints(function) if not hasattr(function, "__signature__") else {}
-    fields: dict[str, object] = {
-        p.name: hints.get(p.name, p.annotation)
-        for p in inspect.signature(function).parameters.values()
-        if p.name != "import_"
-    }
+    parameters = inspect.signature(function).parameters.values()
+    fields: dict[str, object] = {p.name: p.annotation for p in parameters if p.name != "import_"}
     return fields | ({"import": list[str]} if loads_drafters(function) else {})
 
 
 def _alternatives(kind) -> set:
     "The types of a union, or the one type."
-    return set(typing.get_args(kind)) if isinstance(kind, types.UnionType) else {kind}
+    return set(get_args(kind)) if isinstance(kind, types.UnionType) else {kind}
 
 
 def _fitted(value, kind):
@@ -248,7 +237,7 @@ def _fitted(value, kind):
         return [f"{k}={v if isinstance(v, str) else json.dumps(v)}" for k, v in value.items()]
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         if float in kinds:
-            return float(value)
+            return float(str(value))  # infinite where it is too large
         if kinds & {str, Path} and int not in kinds:
             value = str(value)  # a folder may be called 2026
     return Path(value) if Path in kinds and isinstance(value, str) and value else value
@@ -265,29 +254,13 @@ def _section(values: dict, kinds: Mapping, command: str, where: str) -> dict:
         if rule and (problem := replace(rule, objects=False).problem(value)):
             raise ValueError(f"{where}{field}={shown(given)}: {problem}")
         fitted[field] = value
-    try:
-        check_options(fitted, command)
-    except ValueError as e:
-        raise ValueError(f"{where}{e}") from None
+    check_options(fitted, command, before=where)
     return fitted
 
 
 def command_of(section: str) -> str:
     "The command that a section is for: `evaluate`, also of `evaluate.vllm`."
     return section.partition(".")[0]
-
-
-def _check_names(path, name, section, known):
-    "Errors: ValueError for a section or a field that no command has."
-    command = command_of(name)
-    if command not in known or name.endswith("."):
-        raise ValueError(f"{path}: section {name!r}: there is no such command. {near(command, known)}")
-    for field, value in section.items():
-        if field not in known[command]:
-            raise ValueError(
-                f"{path}: {name}.{field}={shown(value)}: the command {command} has no such "
-                f"field. {near(field, known[command])}"
-            )
 
 
 def import_first(path: Path, content: dict):
@@ -317,11 +290,17 @@ def _parts(path: Path, known: Mapping) -> tuple[dict, dict]:
     every = {field for fields in known.values() for field in fields}
     for name, value in content.items():
         section = name.replace("_", "-")
+        command = command_of(section)
         if isinstance(value, dict) or (value is None and section in known):
-            _check_names(path, section, value or {}, known)
-            kinds = known[command_of(section)]
-            where = f"{path}: {section}."
-            sections[section] = _section(value or {}, kinds, command_of(section), where)
+            if command not in known or section.endswith("."):
+                raise ValueError(f"{path}: section {section!r}: there is no such command. {near(command, known)}")
+            for field, given in (value or {}).items():
+                if field not in known[command]:
+                    raise ValueError(
+                        f"{path}: {section}.{field}={shown(given)}: the command {command} has no such "
+                        f"field. {near(field, known[command])}"
+                    )
+            sections[section] = _section(value or {}, known[command], command, f"{path}: {section}.")
         elif name in every:
             shared[name] = value
         else:
@@ -386,10 +365,7 @@ def read_sections(path: str | os.PathLike, commands: Mapping[str, Callable]) -> 
             if field not in mine and field not in optional:
                 raise ValueError(f"{path}: section {name}: {field} is missing; write {field}: … in it")
         sections[name] = resolve(commands[command], mine)
-        try:
-            check_options(sections[name], command)
-        except ValueError as e:
-            raise ValueError(f"{path}: section {name}: {e}") from None
+        check_options(sections[name], command, before=f"{path}: section {name}: ")
     return sections
 
 

@@ -21,8 +21,10 @@ from urllib.parse import urlsplit
 import typer
 
 from ..core.files import atomic_write, read_object
-from ..core.options import HERE, shown, typed
+from ..core.options import FIRST_CHOICE, HERE, check_options, shown, typed
 from ..core.provenance import identify, without_secrets
+from .command import one_line
+from .main import app
 from .recipe import command_of, loads_drafters, read_sections, recipe_section
 
 # ---- the stages of a recipe
@@ -60,29 +62,6 @@ def depends_on(stage: Stage, earlier: Stage) -> list[str]:
     return [name for name, place in paths_of(stage).items() if same_place(place, earlier.output)]
 
 
-def _check_place(path, stage, earlier):
-    "Errors: ValueError for an output that a stage would lose when another is made again."
-    if stage.output is None:
-        return
-    if Path.cwd().is_relative_to(stage.output.resolve()):
-        raise ValueError(
-            f"{path}: {stage.name} writes to {stage.output}, which holds the working folder; "
-            "give the stage a folder of its own"
-        )
-    for other in earlier:
-        if stage.output == other.output and stage.command == other.command:
-            raise ValueError(
-                f"{path}: {stage.name} and {other.name} both write to {stage.output}; name "
-                "another folder for one of them"
-            )
-        nested = stage.output != other.output and other.output and same_place(stage.output, other.output)
-        if nested and not depends_on(stage, other):
-            raise ValueError(
-                f"{path}: the outputs of {stage.name} ({stage.output}) and {other.name} "
-                f"({other.output}) are one inside the other; name a folder apart"
-            )
-
-
 NOT_A_STAGE = "run", "demo", "real", "experiment"
 
 
@@ -90,32 +69,41 @@ def _run_section(output_dir: Path | None = None, import_: list[str] | None = Non
     "What a section `run` may set."
 
 
-def stages_of(
-    path: str | os.PathLike,
-    commands: Mapping[str, Callable],
-    outputs: Mapping[str, str | None],
-    imports: list[str] | None = None,
-) -> tuple[list[Stage], dict]:
-    """The stages of a recipe in order, of the program's commands and the arguments that name their outputs (`imports`:
-    modules that register drafters, for every stage); and the arguments of its section `run`. Errors: ValueError as of
-    `read_sections`; for a recipe without a stage; for two stages that write to one place."""
-    sections = read_sections(path, {**commands, "run": _run_section})
+def stages_of(path: str | os.PathLike, imports: list[str] | None = None) -> tuple[list[Stage], dict]:
+    """The stages of a recipe in order (`imports`: modules that register drafters, for every stage), and the arguments
+    of its section `run`. Errors: ValueError as of `read_sections`; for a recipe without a stage; for an output that a
+    stage would lose when another is made again."""
+    sections = read_sections(path, {**app.functions, "run": _run_section})
     own = sections.pop("run", {})
-    stages = []
+    stages: list[Stage] = []
     for name, values in sections.items():
         if name in NOT_A_STAGE:
             raise ValueError(f"{path}: section {name}: is no stage of a run; leave it out")
         command = command_of(name)
-        if imports and loads_drafters(commands[command]):
+        function = app.functions[command]
+        if imports and loads_drafters(function):
             values["import"] = list(dict.fromkeys([*values.get("import", []), *imports]))
-        output = values.get(outputs.get(command) or "")
-        if command == "vocab" and output is None:
-            output = values["data_dir"]
-        stage = Stage(name, command, values, Path(output) if output else None, commands[command])
-        _check_place(path, stage, stages)
+        place = values.get(app.outputs[command] or "") or (values["data_dir"] if command == "vocab" else None)
+        output = Path(place) if place else None
+        stage = Stage(name, command, values, output, function)
+        if output and Path.cwd().is_relative_to(output.resolve()):
+            raise ValueError(
+                f"{path}: {name} writes to {output}, which holds the working folder; give the stage a folder of its own"
+            )
+        for other in stages if output else ():
+            if output == other.output and command == other.command:
+                raise ValueError(
+                    f"{path}: {name} and {other.name} both write to {output}; name another folder for one of them"
+                )
+            nested = output != other.output and other.output and same_place(output, other.output)
+            if nested and not depends_on(stage, other):
+                raise ValueError(
+                    f"{path}: the outputs of {name} ({output}) and {other.name} ({other.output}) are one inside the "
+                    "other; name a folder apart"
+                )
         stages.append(stage)
     if not stages:
-        names = ", ".join(n for n in commands if n not in NOT_A_STAGE)
+        names = ", ".join(n for n in app.functions if n not in NOT_A_STAGE)
         raise ValueError(f"{path}: has no section to run; write one of {names}")
     return stages, own
 
@@ -139,19 +127,17 @@ READS = (
 )
 
 
-def _is_path(text):
-    "Whether a text can only be a path: `org/name` may be a hub id, and `gsm8k` a data set."
-    hub = text.startswith(("hf:", "http://", "https://"))
-    return not hub and bool(text.startswith((".", "/", "~")) or text.count("/") > 1 or Path(text).suffix)
-
-
 def missing_inputs(stages: list[Stage], wanted: list[Stage]) -> list[str]:  # one line for each
     "What a stage reads that is not there, and that no stage before it makes."
     problems = []
     for i, stage in enumerate(stages):
         made = {name for other in stages[:i] for name in depends_on(stage, other)}
         for name, place in paths_of(stage).items() if stage in wanted else ():
-            if name.split()[0] not in READS or name in made or os.path.exists(place) or not _is_path(place):
+            if name.split()[0] not in READS or name in made or os.path.exists(place):
+                continue
+            # `org/name` may be a hub id, and `gsm8k` a data set
+            is_path = place.startswith((".", "/", "~")) or place.count("/") > 1 or Path(place).suffix
+            if not is_path or place.startswith(("hf:", "http://", "https://")):
                 continue
             later = [other.name for other in stages[i:] if name in depends_on(stage, other)]
             before = [other for other in stages[:i] if other.output is not None][-1:]
@@ -270,38 +256,35 @@ class Planned(NamedTuple):
         return self.state.startswith("will")
 
 
-def _planned(stage, entry, remade) -> Planned:
-    "What is to be done for one stage, and why."
-    there = stage.output is not None and is_there(stage.output)
-    if stage.output is not None and not there:
-        return Planned(stage, "will run", f"{stage.output} is not there")
-    follows = [entry["outdated"]] if "outdated" in entry else [s.name for s in remade if depends_on(stage, s)]
-    changed = changes_of(stage, entry) if "arguments" in entry else []
-    if follows and (there or entry.get("done")):
-        return Planned(stage, "will run again", f"{follows[0]} is made again")
-    if changed:
-        return Planned(stage, "will run again", "; ".join(changed))
-    if entry.get("done"):
-        return Planned(stage, "done", "nothing changed")
-    if not there:
-        return Planned(stage, "will run", "it has not run")
-    if "arguments" in entry:
-        return Planned(stage, "will continue", "it has not finished")
-    return Planned(
-        stage, "will reuse", "what is there was not made by this run: what fits is kept and completed, else refused"
-    )
-
-
 def plan_of(stages: list[Stage], record: RunRecord) -> list[Planned]:
-    "What is to be done, stage by stage."
+    "What is to be done, stage by stage, and why."
     planned, remade = [], []
     for stage in stages:
         if why := _not_here(stage):
             planned.append(Planned(stage, "skipped", why))
             continue
-        planned.append(_planned(stage, record.entry(stage), remade))
-        if planned[-1].runs and planned[-1].state != "will reuse":
+        entry, output = record.entry(stage), stage.output
+        there, begun = output is not None and is_there(output), "arguments" in entry
+        follows = [entry["outdated"]] if "outdated" in entry else [s.name for s in remade if depends_on(stage, s)]
+        changed = changes_of(stage, entry) if begun else []
+        if output is not None and not there:
+            state, why = "will run", f"{output} is not there"
+        elif follows and (there or entry.get("done")):
+            state, why = "will run again", f"{follows[0]} is made again"
+        elif changed:
+            state, why = "will run again", "; ".join(changed)
+        elif entry.get("done"):
+            state, why = "done", "nothing changed"
+        elif not there:
+            state, why = "will run", "it has not run"
+        elif begun:
+            state, why = "will continue", "it has not finished"
+        else:
+            state = "will reuse"
+            why = "what is there was not made by this run: what fits is kept and completed, else refused"
+        if state in ("will run", "will run again", "will continue"):
             remade.append(stage)
+        planned.append(Planned(stage, state, why))
     return planned
 
 
@@ -319,7 +302,6 @@ def _not_here(stage) -> str | None:
             f"{str(e).partition('.')[0]}; make vllm, or start it on another machine "
             f"(speculators-nb serve {drafter} --run) and give its address as server"
         )
-    return None
 
 
 def checked_plan(recipe: str | os.PathLike, stages: list[Stage], record: RunRecord, overwrite: bool) -> list[Planned]:
@@ -392,18 +374,15 @@ def serve_line(stage: Stage, address: str) -> str:
     return "speculators-nb " + shlex.join(map(str, [*words, "--run"]))
 
 
-def answers(address: str) -> bool:
-    "Whether something listens there."
-    with contextlib.suppress(OSError), socket.create_connection(host_and_port(address), 5):
-        return True
-    return False
-
-
 def server_problem(stage: Stage) -> str | None:
     """What to type where no server that a stage reads from answers (None: one does, or it needs none); some absent ones
     are named."""
-    named = addresses(stage)
-    silent = [address for address in named if not answers(address)]
+    named, silent = addresses(stage), []
+    for address in named:
+        try:
+            socket.create_connection(host_and_port(address), 5).close()
+        except OSError:
+            silent.append(address)
     if silent and silent == named:
         return (
             f"server={', '.join(silent)!r} does not answer; start it in another terminal "
@@ -429,36 +408,29 @@ def servers_text(planned: list[Planned]) -> str:  # "": no stage that will run n
 # ---- a stage at work
 
 
-class Tee:
-    "Standard output that is also remembered."
-
-    def __init__(self, stream):
-        self.stream, self.text = stream, ""
-
-    def write(self, text):
-        self.text = (self.text + text)[-10_000:]
-        return self.stream.write(text)
-
-    def __getattr__(self, name):
-        return getattr(self.stream, name)
-
-
-def in_child(perform: Callable, command: str, values: dict, sender: Any):
-    "What the process of a stage does; its exit code is the command's."
+def in_child(command: str, values: dict, sender: Any):
+    "What the process of a stage does: its exit code is the command's, and what it printed is sent."
     import torch
 
     # torch makes its threads anew after a fork, and fails where two threads are the first to ask for them
     torch.set_num_threads(torch.get_num_threads())
-    sys.stdout = Tee(sys.stdout)
-    code = 0
+    printed, write, code = [], sys.stdout.write, 0
+
+    def tee(text):
+        count = write(text)
+        printed.append(text)
+        return count
+
+    sys.stdout.write = tee
     try:
-        perform(command, values)
+        with one_line(app.functions[command]):
+            app.perform[command](values)
     except typer.Exit as e:
         code = e.exit_code
     except KeyboardInterrupt:
         code = 130
     sys.stdout.flush()
-    sender.send(sys.stdout.text)
+    sender.send("".join(printed)[-10_000:])
     os._exit(code)  # not a second time what the parent has registered for its end
 
 
@@ -466,7 +438,7 @@ class StageFailed(RuntimeError):
     "A stage has ended without its result."
 
 
-def in_process(perform: Callable, stage: Stage, values: dict) -> tuple[int, str]:
+def in_process(stage: Stage, values: dict) -> tuple[int, str]:
     """Run a stage in a process of its own: its exit code, and what it printed. Errors: StageFailed for a process that
     was killed; KeyboardInterrupt once it has ended."""
     import torch
@@ -477,7 +449,7 @@ def in_process(perform: Callable, stage: Stage, values: dict) -> tuple[int, str]
     context: Any = multiprocessing.get_context("spawn" if fresh else "fork")
     receiver, sender = context.Pipe(duplex=False)
     sys.stdout.flush()
-    process = context.Process(target=in_child, args=(perform, stage.command, values, sender))
+    process = context.Process(target=in_child, args=(stage.command, values, sender))
     process.start()
     sender.close()
     text = ""
@@ -527,7 +499,7 @@ def arguments_for(planned: Planned, begun: bool, fresh: bool) -> dict:
     return values
 
 
-def run_stage(planned, stages, record, perform):
+def run_stage(planned, stages, record):
     "Run one stage to its end, and note it."
     stage = planned.stage
     after = [s for s in stages[stages.index(stage) + 1 :] if depends_on(s, stage)]
@@ -542,7 +514,7 @@ def run_stage(planned, stages, record, perform):
     before = reused and identify(reused)
     record.begin(stage, [] if reused else after)
     began = time.monotonic()
-    code, text = in_process(perform, stage, values)
+    code, text = in_process(stage, values)
     if code and not (stage.command in FINDINGS and code == 1):
         raise StageFailed(
             f"{stage.name}: ended with exit code {code}; mend what it says, and run the same "
@@ -554,24 +526,20 @@ def run_stage(planned, stages, record, perform):
         record.outdate(stage, after)
 
 
-def run_recipe(
-    recipe: str | os.PathLike,
-    commands: Mapping[str, Callable],
-    outputs: Mapping[str, str | None],
-    perform: Callable,
-    output_dir: Path | None = None,
-    dry_run: bool = False,
-    overwrite: bool = False,
-    imports: list[str] | None = None,
-) -> list[str]:
-    """Run every section of a recipe: the stages that have run. `commands` and `outputs` as of `stages_of`; `perform`
-    (command, values), at the top of a module, runs one; `output_dir` is for the record and the report (None: as of
-    `folder_of`); `dry_run`: print the plan, and do nothing; `overwrite`: make again what has changed, though it is
-    there. Errors: ValueError for a recipe that cannot run; FileExistsError for an output that would be replaced;
-    BlockingIOError where another run, or a stage that survived one, is at work; StageFailed."""
+def run(
+    recipe: Path,  # YAML or JSON, with a section for each command to run
+    output_dir: Path | None = None,  # for report.html, run.json; default: where the outputs are
+    dry_run: bool = False,  # print what is done and what would run, and do nothing
+    overwrite: bool = False,  # make again what has changed, with all that follows it
+    import_: list[str] | None = None,  # modules or .py files that register drafters
+) -> list[str]:  # stages that have run
+    """Run a recipe: every section in order, from conversations to a report. Run it again to
+    continue: what is done is skipped."""
+    # ValueError: the recipe cannot run; FileExistsError: an output would be replaced; BlockingIOError: another run, or
+    # a stage that survived one, is at work; StageFailed
     from ..jobs.shared_output import share_writer
 
-    stages, own = stages_of(recipe, commands, outputs, imports)
+    stages, own = stages_of(recipe, import_)
     folder = output_dir or folder_of(stages, own)
     planned = checked_plan(recipe, stages, RunRecord(folder), overwrite)
     page = folder / "report.html"
@@ -586,9 +554,38 @@ def run_recipe(
                 record.skip(stage, next_one.why)
             if next_one.runs:
                 typer.echo(f"\n[{i + 1}/{len(stages)}] {stage.name}: {next_one.state}")
-                run_stage(next_one, stages, record, perform)
+                run_stage(next_one, stages, record)
                 if record.stages[stage.name].get("done"):
                     ran.append(stage.name)
         report = import_module("speculators_nb.report.run_report")  # pandas, matplotlib
         typer.echo(f"\nReport: {report.write_run_report(folder)}")
     return ran
+
+
+def plan(
+    recipe: Path,  # YAML or JSON, with sections features and train, or one of them
+    verifier: str | None = None,  # folder or hub id of another; only config.json is read
+    conversations: int | None = None,  # default: as prepared, else of the recipe, else 50,000
+    tokens_each: int = 1000,  # of a conversation, where no prepared folder is there to count
+    devices: int = 1,  # that train
+    memory: float | None = None,  # GB of one; default: of this machine's, if it has any
+    disk: float | None = None,  # GB free for features; default: where the recipe writes them
+    tflops: float | None = None,  # of one device in bfloat16; default: an H100's, or measured here
+    mfu: float | None = None,  # share of it that is reached; default: as measured with the drafter
+    bandwidth: float | None = None,  # of a device's memory, TB/s; default: as tflops
+) -> Any:  # plan.requirements.Requirements
+    """What a recipe needs: disk, memory of a training step, the time of each stage, servers; what
+    does not fit, and the option that makes it fit. No stage is started, no weights are read. Without
+    an option that describes a machine it is about this one."""
+    check_options(locals(), "plan")
+    stages = stages_of(recipe)[0]
+    # after a wrong recipe is refused: this imports torch
+    from ..plan.requirements import GB, machine_of, requirements
+
+    sections = {stage.name: stage.values for stage in stages}
+    training = sections.get("train")
+    algorithm = (training["algorithm"] or FIRST_CHOICE) if training else ""
+    place = None if memory is None else memory * GB
+    machine = machine_of(algorithm, devices, place, tflops, mfu, bandwidth)
+    free = None if disk is None else disk * GB
+    return requirements(sections, verifier, conversations, tokens_each, machine, free)

@@ -19,7 +19,7 @@ import speculators_nb
 
 from .checkpoints import hub_access, model_file, push_errors
 from .files import NotSupported, atomic_write, check_folder, read_object
-from .options import RULES, OptionRule, installed_drafters, number, several, shown, whole
+from .options import RULES, OptionRule, installed_drafters, mapping, number, path, several, shown, text, whole
 from .registry import (
     ClassRegistryMixin,
     FieldError,
@@ -30,51 +30,42 @@ from .registry import (
     holds_numbers,
 )
 
-CHECKED_FIELDS: dict[str, type] = {  # fields of a config.json that are read here, their types
-    **dict.fromkeys(("model_type", "speculators_model_type", "name_or_path"), str),
-    **dict.fromkeys(("proposal_type", "dtype", "torch_dtype"), str),
-    **dict.fromkeys(("architectures", "proposal_methods"), list),
-    **dict.fromkeys(("text_config", "transformer_layer_config", "speculators_config"), dict),
-    **dict.fromkeys(("quantization_config", "verifier"), dict),
-    **dict.fromkeys(("vocab_size", "draft_vocab_size", "hidden_size"), int),
-    **dict.fromkeys(("num_hidden_layers", "max_position_embeddings"), int),
-    **dict.fromkeys(("n_predict", "num_nextn_predict_layers", "speculative_tokens"), int),
-}
-TYPE_NAMES = {str: "text", list: "a list", dict: "an object", int: "a whole number"}
-
 
 def is_dtype(name: Any) -> bool:
     "Whether torch has a dtype of this name."
     return isinstance(name, str) and isinstance(getattr(torch, name, None), torch.dtype)
 
 
-def _field_problem(name, value) -> str | None:
-    kind = CHECKED_FIELDS[name]
-    if not isinstance(value, kind) or isinstance(value, bool):
-        return f"must be {TYPE_NAMES[kind]}"
-    if name.endswith("model_type") and not value:
-        return "must name a kind of model; fetch or make the file again"
-    if name.endswith("dtype") and value != "auto" and not is_dtype(value):
-        return "is no dtype of torch, e.g. 'bfloat16'"
-    if name == "architectures" and not all(isinstance(word, str) for word in value):
-        return "must be a list of names, e.g. ['LlamaForCausalLM']"
-    if name == "proposal_methods" and not all(isinstance(method, dict) for method in value):
-        return "must be a list of objects, e.g. [{'proposal_type': 'greedy', 'speculative_tokens': 3}]"
-    return None
+def _dtype_problem(name: str) -> str | None:
+    return None if name == "auto" or is_dtype(name) else "is no dtype of torch, e.g. 'bfloat16'"
+
+
+BLOCK = mapping({"model_type": "llama"}, none=True)
+FIELD_RULES = {  # of the fields of any config.json that are read here
+    **dict.fromkeys(("model_type", "speculators_model_type", "proposal_type"), text("llama", none=True)),
+    **dict.fromkeys(("dtype", "torch_dtype"), text("bfloat16", none=True, test=_dtype_problem)),
+    "name_or_path": path("Qwen/Qwen3-8B", none=True),
+    "architectures": several(text("LlamaForCausalLM"), ["LlamaForCausalLM"], none=True),
+    "proposal_methods": several(mapping({"proposal_type": "greedy"}), [{"proposal_type": "greedy"}], none=True),
+    **dict.fromkeys(("text_config", "transformer_layer_config", "speculators_config"), BLOCK),
+    **dict.fromkeys(("quantization_config", "verifier"), BLOCK),
+    **dict.fromkeys(("vocab_size", "draft_vocab_size", "hidden_size"), whole(4096, None, None, none=True)),
+    **dict.fromkeys(("num_hidden_layers", "max_position_embeddings"), whole(32, None, None, none=True)),
+    **dict.fromkeys(("n_predict", "num_nextn_predict_layers", "speculative_tokens"), whole(1, None, None, none=True)),
+}
 
 
 def check_field_types(config: dict[str, Any], where: str = "") -> None:
     """The fields of any model's config.json that this library reads have their types, in the blocks within as well.
     Errors: ValueError naming the field, after `where`, and its value."""
     for name, value in config.items():
-        if name not in CHECKED_FIELDS or value is None:
-            continue
-        if problem := _field_problem(name, value):
+        rule = None if (name, value) == ("name_or_path", "") else FIELD_RULES.get(name)  # which names none
+        if rule and (problem := rule.problem(value)):
             raise ValueError(f"{where}{name}={shown(value)}: {problem}")
-        if isinstance(value, dict):
+        if rule is BLOCK and value:
             check_field_types(value, f"{where}{name}.")
         elif name == "proposal_methods":
-            for i, method in enumerate(value):
+            for i, method in enumerate(value or ()):
                 check_field_types(method, f"{where}{name}.{i}.")
 
 
@@ -421,7 +412,19 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
         draft_size = getattr(self, "draft_vocab_size", None)
         if draft_size and "draft_vocab_size" not in given_names:  # a default is no choice
             self.draft_vocab_size = min(draft_size, self.target_vocab_size)
-        self._check_version()
+        made_by = self.speculators_version
+        major = re.match(r"(\d+)\.\d+", made_by)
+        if not major:
+            raise ValueError(
+                f"{type(self).__name__}.speculators_version={made_by!r}: is no version; write "
+                f"that of the library that made it, e.g. {speculators_nb.__version__!r}"
+            )
+        if int(major[1]) > 0:
+            log.warning(
+                "speculators_version=%r is newer than the versions 0.x that are read here: "
+                "compare a few drafts with those of the library that made it",
+                made_by,
+            )
         given, own = self.speculators_model_type, type(self).speculators_model_type
         if own and given != own:
             raise FieldError.of(
@@ -432,21 +435,6 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
             self.check()
         except ValueError as e:
             raise e if type(e) is not ValueError else FieldError.of(str(e)) from None
-
-    def _check_version(self):
-        found = self.speculators_version
-        number = re.match(r"(\d+)\.\d+", found)
-        if not number:
-            raise ValueError(
-                f"{type(self).__name__}.speculators_version={found!r}: is no version; write "
-                f"that of the library that made it, e.g. {speculators_nb.__version__!r}"
-            )
-        if int(number[1]) > 0:
-            log.warning(
-                "speculators_version=%r is newer than the versions 0.x that are read here: "
-                "compare a few drafts with those of the library that made it",
-                found,
-            )
 
     def check(self):
         "Rules between fields, for subclasses: raise ValueError with fields, values, remedy."

@@ -56,16 +56,6 @@ class DiskError(OSError):
         return f"{self.filename}: {self.strerror}. {remedy}{self.kept and f'; {self.kept}'}"
 
 
-def _concerned(filename, path: Path) -> Path | None:
-    """What to name in an error about `filename` while `path` is written: a file in it, or
-    `path` for itself, its temporary neighbours and the folders above."""
-    file, place = (Path(os.path.abspath(os.fsdecode(p))) for p in (filename, path))
-    if place in file.parents:
-        return Path(os.fsdecode(filename))
-    beside = file.parent == place.parent and file.name.lstrip(".").startswith(place.stem[:20])
-    return path if file == place or file in place.parents or beside else None
-
-
 def _unsaid(path: Path) -> int | None:
     "The errno behind the failure of a writer that gives none: what the disk says to a small file at the same place."
     folder = next(parent for parent in path.absolute().parents if parent.is_dir())
@@ -85,10 +75,15 @@ def _unsaid(path: Path) -> int | None:
 def _refused(e: Exception, path: Path) -> tuple[int, Path] | None:
     "(errno, file) where it is the disk that stopped the writing of `path`."
     if isinstance(e, OSError) and isinstance(e.filename, (str, bytes, os.PathLike)):
-        # else it is a file to read that is missing
-        gone = e.errno != errno.ENOENT or not Path(os.fsdecode(e.filename)).parent.is_dir()
-        file = _concerned(e.filename, path) if gone else None
-        return (e.errno, file) if file and e.errno in REMEDIES else None
+        named = Path(os.fsdecode(e.filename))
+        file, place = (Path(os.path.abspath(p)) for p in (named, path))
+        if e.errno not in REMEDIES or (e.errno == errno.ENOENT and named.parent.is_dir()):
+            return None  # it is a file to read that is missing
+        if place in file.parents:
+            return e.errno, named
+        # itself, its temporary neighbours and the folders above
+        beside = file.parent == place.parent and file.name.lstrip(".").startswith(place.stem[:20])
+        return (e.errno, path) if file == place or file in place.parents or beside else None
     if isinstance(e, OSError) and e.errno is not None:
         return (e.errno, path) if e.errno in _UNNAMED else None
     if number := re.search(r"while serializing.*os error (\d+)", str(e)):  # safetensors
@@ -135,19 +130,15 @@ def _new_mode(path: Path) -> int:
         os.unlink(path)
 
 
-def _set_mode(path: Path, mode: int):
-    if stat.S_IMODE(path.stat().st_mode) != mode:  # some file systems know no chmod
-        path.chmod(mode)
-
-
 def follow_umask(folder: str | os.PathLike) -> None:
     """Give every file of a folder the permissions that a new one has. Links, also hard ones,
     are other people's files and stay as they are."""
     folder = Path(folder)
     mode = _new_mode(folder / f".{secrets.token_hex(4)}")
     for file in folder.rglob("*"):
-        if file.is_file() and not file.is_symlink() and file.stat().st_nlink == 1:
-            _set_mode(file, mode)
+        own = file.is_file() and not file.is_symlink() and file.stat().st_nlink == 1
+        if own and stat.S_IMODE(file.stat().st_mode) != mode:  # some file systems know no chmod
+            file.chmod(mode)
 
 
 def writable_folder(folder: str | os.PathLike) -> Path:
@@ -188,7 +179,8 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
             mode = _new_mode(temporary)
             yield temporary
-            _set_mode(temporary, mode)
+            if stat.S_IMODE(temporary.stat().st_mode) != mode:
+                temporary.chmod(mode)
             _sync(temporary)
             os.replace(temporary, path)
             _sync(path.parent)
@@ -216,7 +208,15 @@ def atomic_folder(path: str | os.PathLike, replace: bool = True) -> Iterator[Pat
             follow_umask(temporary)
             for entry in [*temporary.rglob("*"), temporary]:
                 _sync(entry)
-            _take_place(temporary, path, aside if replace else None)
+            if replace and path.exists():
+                os.rename(path, aside)
+            try:
+                os.rename(temporary, path)
+            except BaseException:
+                if aside.exists():
+                    os.rename(aside, path)
+                raise
+            _sync(path.parent)
     except DiskError as e:  # of a file in the folder: by the name that it was to have
         e.filename = str(e.filename).replace(str(temporary), str(named))
         shutil.rmtree(temporary, ignore_errors=True)
@@ -225,19 +225,6 @@ def atomic_folder(path: str | os.PathLike, replace: bool = True) -> Iterator[Pat
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     shutil.rmtree(aside, ignore_errors=True)
-
-
-def _take_place(new: Path, path: Path, aside: Path | None):
-    "Rename `new` to `path`; what is there is renamed to `aside`, and back if that fails."
-    if aside and path.exists():
-        os.rename(path, aside)
-    try:
-        os.rename(new, path)
-    except BaseException:
-        if aside and aside.exists():
-            os.rename(aside, path)
-        raise
-    _sync(path.parent)
 
 
 MOST_JSON = 1 << 28  # bytes of a config, an index or a record

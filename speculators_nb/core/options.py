@@ -80,7 +80,11 @@ def _number(rule, value, whole=False):
     kind = numbers.Integral if whole else numbers.Real
     if isinstance(value, bool) or not isinstance(value, kind):
         return what
-    if not math.isfinite(value):
+    try:
+        finite = whole or math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        finite = False
+    if not finite:
         return f"must be finite, e.g. {rule.example}"
     inside = (
         (rule.low is None or value >= rule.low)
@@ -367,38 +371,26 @@ def check_vllm_arguments(extra: Iterable[str]) -> None:
         takes = item.startswith("-") and "=" not in item
 
 
-def _leave_out(values: Mapping, name: str, why: str, default: Any = 0) -> None:
-    "Errors: ValueError where an option is given, and is not its default, that would have no effect."
-    value = values.get(name)
-    if value is not None and value != [] and value != default:
-        raise ValueError(f"{name}={shown(value)}: {why}")
-
-
-def _check_output(values: Mapping) -> None:
-    "Errors: ValueError where what is made is what it is made from."
-    paths = {name: os.fspath(value) for name, value in values.items() if isinstance(value, (str, os.PathLike))}
-    for output in paths.keys() & {"output", "output_dir"}:
-        for source in paths.keys() & {"data", "data_dir", "prepared", "verifier"}:
-            if os.path.realpath(paths[source]) == os.path.realpath(paths[output]):
-                raise ValueError(f"{output}={shown(paths[output])}: is {source} itself; name another place")
-
-
 NO_WEIGHTS = ("ngram", "ngram_gpu", "suffix")  # methods without a draft checkpoint
 FILTERS = dict(top_p=1.0, top_k=0, min_p=0.0)  # of sampling: name -> default, which is off
+# options of `evaluate` that one engine alone reads: name -> default
+ONLY_VLLM = dict(
+    server=None, concurrency=None, max_model_len=None, vllm=None, extra=None, dtype="auto", load="requests"
+)
+ONLY_HERE = dict(rule="standard", as_engine=False, device=None, attn_implementation=None, kv_cache="dynamic")
 
 
-def _check_filters(values: Mapping, decider: str) -> None:
-    "A filter of sampling has an effect only where a temperature is above 0."
-    given: Any = values.get(decider)
-    temperatures = given if hasattr(given, "__iter__") else [given or 0]
-    if max(temperatures, default=0) <= 0:
-        why = f"has no effect with {decider}={shown(given)}, which is greedy; leave it out, or set {decider}=1"
-        for name, default in FILTERS.items():
-            _leave_out(values, name, why, default)
+def _leave_out(values: Mapping, names: Mapping | Sequence[str], why: str) -> None:
+    "Errors: ValueError where an option is given, and is not its default (name -> default), that would have no effect."
+    defaults = names if isinstance(names, Mapping) else dict.fromkeys(names, 0)
+    for name, default in defaults.items():
+        value = values.get(name)
+        if value is not None and value != [] and value != default:
+            raise ValueError(f"{name}={shown(value)}: {why}")
 
 
-def _check_together(values: Mapping) -> None:
-    "Options of any command or function that depend on each other. Errors: ValueError."
+def _check_together(values: Mapping, command: str) -> None:
+    """Options that depend on each other, of any command or function, where some may be given alone. Errors: ValueError."""
     get = values.get
     rank, world_size = get("rank"), get("world_size")
     if rank is not None and world_size is not None and rank >= world_size:
@@ -408,11 +400,11 @@ def _check_together(values: Mapping) -> None:
         raise ValueError(f"down_sample_ratio_min={low}: must be at most down_sample_ratio={high}; lower it")
     if get("eval_share") == 0:
         none = "and eval_share=0 holds no row out; raise eval_share, or leave this out"
-        _leave_out(values, "early_stopping_patience", f"needs evaluations, {none}")
-        _leave_out(values, "decode_prompts", f"is decoded at each evaluation, {none}")
+        _leave_out(values, ["early_stopping_patience"], f"needs evaluations, {none}")
+        _leave_out(values, ["decode_prompts"], f"is decoded at each evaluation, {none}")
     if get("regenerate_every") is None:
         why = "has no effect without regenerate_every; leave it out, or give regenerate_every"
-        _leave_out(values, "regenerate_temperature", why, default=1.0)
+        _leave_out(values, {"regenerate_temperature": 1.0}, why)
     saves, evaluates = get("save_strategy"), get("eval_strategy", "epoch")
     keeps = get("eval_share", 0) != 0 and get("load_best_model_at_end", True)
     if keeps and "save_strategy" in values and saves not in (evaluates, "best"):
@@ -423,105 +415,19 @@ def _check_together(values: Mapping) -> None:
         )
     if (weight := get("per_position_loss_weight")) not in (None, "fixed-exp-decay"):
         why = f"per_position_loss_weight={shown(weight)} weighs every drafted token already; leave one of them out"
-        _leave_out(values, "step_weights", why, default=None)
-    if "temperatures" in values:
-        _check_filters(values, "temperatures")
-
-
-def _check_storage(values: Mapping) -> None:
-    if values.get("storage", "") is None:
+        _leave_out(values, {"step_weights": None}, why)
+    decider = "temperature" if command == "evaluate" else "temperatures"
+    if decider in values:
+        given: Any = get(decider)
+        if max(given if hasattr(given, "__iter__") else [given or 0], default=0) <= 0:
+            why = f"has no effect with {decider}={shown(given)}, which is greedy; leave it out, or set {decider}=1"
+            _leave_out(values, FILTERS, why)
+    from_server = get("source") == "vllm" if command == "features" else command == "train" and get("server") is not None
+    if from_server and get("storage", "") is None:
         raise ValueError(
             "storage=None: is missing; name the folder or the Mooncake store that the server writes to, as in: "
             "speculators-nb serve VERIFIER --hidden-states FOLDER"
         )
-
-
-def _check_features(values: Mapping) -> None:
-    source = values.get("source", "hf")
-    if source == "vllm":
-        _check_storage(values)
-        why = "has no effect with source=vllm; leave it out, or set source=hf"
-        for name, default in (("device", None), ("attn_implementation", None), ("compute_dtype", "auto")):
-            _leave_out(values, name, why, default)
-    elif "source" in values:
-        _leave_out(values, "storage", f"has no effect with source={source}; leave it out, or set source=vllm")
-
-
-def _check_train(values: Mapping) -> None:
-    if values.get("server") is not None:
-        _check_storage(values)
-        _leave_out(values, "regenerate_every", "the verifier must run in this process; leave it or server out", None)
-    elif "server" in values:
-        _leave_out(values, "storage", "has no effect without a server; leave it out, or give server")
-    more = pairs(values.get("extra"))
-    if taken := sorted(more.keys() & values.keys()):
-        option = f"--{taken[0].replace('_', '-')}"
-        given = shown(f"{taken[0]}={more[taken[0]]}")
-        raise ValueError(f"extra={given}: has an option of its own; use {option}")
-    if more:
-        check_options({name: v for name, v in values.items() if name != "extra" and v is not None} | more)
-
-
-# options of `evaluate` that one engine alone reads: name -> default
-ONLY_VLLM = dict(
-    server=None, concurrency=None, max_model_len=None, vllm=None, extra=None, dtype="auto", load="requests"
-)
-ONLY_HERE = dict(rule="standard", as_engine=False, device=None, attn_implementation=None, kv_cache="dynamic")
-
-
-def _check_what_drafts(drafter: Any, method: str | None, verifier: Any, server: str | None) -> None:
-    if drafter is None and method is None and server is None:
-        raise ValueError(
-            "drafter is missing: write evaluate DRAFTER DATA, or give method ngram, suffix or "
-            "mtp (heads of the verifier), and verifier"
-        )
-    if method in NO_WEIGHTS and drafter is not None:
-        raise ValueError(
-            f"drafter={shown(str(drafter))}: method={method} drafts without one; leave it out, "
-            "and name the model as verifier"
-        )
-    if method is not None and drafter is None and method not in (*NO_WEIGHTS, "mtp"):
-        raise ValueError(f"drafter is missing: method={method} needs one; give its folder or hub id")
-    alone = drafter is None and method is not None
-    if verifier is None and (alone or method == "draft_model"):
-        raise ValueError(f"verifier=None: method={method} needs the model that is to write; give it")
-
-
-def _check_evaluate(values: Mapping) -> None:
-    get, engine, k = values.get, values.get("engine"), values.get("k", 1)
-    lengths = k if isinstance(k, (list, tuple)) else [k]
-    if engine == "reference" and (len(lengths) > 1 or 0 in lengths):
-        raise ValueError(
-            f"k={shown(k)}: the reference decoder measures one draft length at a "
-            "time, of at least 1; give one, e.g. 4, or set engine=vllm"
-        )
-    if values.keys() >= {"drafter", "method", "verifier", "server"}:
-        _check_what_drafts(get("drafter"), get("method"), get("verifier"), get("server"))
-    several = get("temperature")
-    if get("method") == "suffix" and isinstance(several, (list, tuple)) and several[1:]:
-        raise ValueError(
-            f"temperature={shown(several)}: method=suffix remembers the answers at the first; measure one at a time"
-        )
-    if engine == "vllm" and "server" in values and get("server") is None:
-        why = "vLLM 0.32 does not take it with speculative decoding; leave it out, or set engine=reference"
-        _leave_out(values, "min_p", why)
-    if engine is not None:
-        other = "vllm" if engine == "reference" else "reference"
-        for name, default in (ONLY_VLLM if engine == "reference" else ONLY_HERE).items():
-            _leave_out(
-                values, name, f"has no effect with engine={engine}; leave it out, or set engine={other}", default
-            )
-    if "temperature" in values:
-        _check_filters(values, "temperature")
-    if get("server") is not None:
-        for name in ("k", "method"):
-            _leave_out(values, name, "is decided when a server starts, and this one runs already; leave it out")
-    check_vllm_arguments(get("extra") or ())
-
-
-def _check_command(values: Mapping, command: str) -> None:
-    "Options of a command that depend on each other, of which some may be given alone. Errors: ValueError."
-    get = values.get
     match command:
         case "regenerate":
             if get("verifier", "") is None and get("server", "") is None:
@@ -530,29 +436,86 @@ def _check_command(values: Mapping, command: str) -> None:
                     "address)"
                 )
             if get("server") is not None:
-                _leave_out(values, "self_prompts", "are written in this process; leave it out")
-        case "features":
-            _check_features(values)
+                _leave_out(values, ["self_prompts"], "are written in this process; leave it out")
+        case "features" if from_server:
+            why = "has no effect with source=vllm; leave it out, or set source=hf"
+            _leave_out(values, dict(device=None, attn_implementation=None, compute_dtype="auto"), why)
+        case "features" if "source" in values:
+            why = f"has no effect with source={get('source')}; leave it out, or set source=vllm"
+            _leave_out(values, ["storage"], why)
         case "train":
-            _check_train(values)
+            if from_server:
+                why = "the verifier must run in this process; leave it or server out"
+                _leave_out(values, {"regenerate_every": None}, why)
+            elif "server" in values:
+                _leave_out(values, ["storage"], "has no effect without a server; leave it out, or give server")
+            more = pairs(get("extra"))
+            if taken := sorted(more.keys() & values.keys()):
+                option = f"--{taken[0].replace('_', '-')}"
+                given = shown(f"{taken[0]}={more[taken[0]]}")
+                raise ValueError(f"extra={given}: has an option of its own; use {option}")
+            if more:
+                check_options({name: v for name, v in values.items() if name != "extra" and v is not None} | more)
         case "evaluate":
             _check_evaluate(values)
-        case "serve":
-            if get("hidden_states") is not None:
-                for name in ("k", "method", "native", "verifier"):
-                    _leave_out(values, name, "hidden_states serves the verifier alone; leave it out")
-            elif "hidden_states" in values:
-                why = "has no effect without hidden_states; leave it out, or give hidden_states"
-                _leave_out(values, "aux_layer_ids", why)
-            check_vllm_arguments(get("extra") or ())
+        case "serve" if get("hidden_states") is not None:
+            why = "hidden_states serves the verifier alone; leave it out"
+            _leave_out(values, ("k", "method", "native", "verifier"), why)
+        case "serve" if "hidden_states" in values:
+            why = "has no effect without hidden_states; leave it out, or give hidden_states"
+            _leave_out(values, ["aux_layer_ids"], why)
         case "check" if get("engine") == "llama.cpp":
-            _leave_out(values, "engine_version", "is a version of vLLM; leave it out, or set engine=vllm")
+            _leave_out(values, ["engine_version"], "is a version of vLLM; leave it out, or set engine=vllm")
         case "export" if get("to") is not None:
-            _leave_out(values, "format", "has no effect with to=llama.cpp, which reads GGUF; leave one of them out")
+            why = "has no effect with to=llama.cpp, which reads GGUF; leave one of them out"
+            _leave_out(values, ["format"], why)
             if get("verifier") is None:
                 raise ValueError(
                     "verifier=None: name the GGUF file that llama.cpp serves; the drafter is given its tokenizer"
                 )
+    if command in ("evaluate", "serve"):
+        check_vllm_arguments(get("extra") or ())
+
+
+def _check_evaluate(values: Mapping) -> None:
+    get, engine, k, method = values.get, values.get("engine"), values.get("k", 1), values.get("method")
+    drafter, verifier, server = get("drafter"), get("verifier"), get("server")
+    lengths = k if isinstance(k, (list, tuple)) else [k]
+    if engine == "reference" and (len(lengths) > 1 or 0 in lengths):
+        raise ValueError(
+            f"k={shown(k)}: the reference decoder measures one draft length at a "
+            "time, of at least 1; give one, e.g. 4, or set engine=vllm"
+        )
+    if values.keys() >= {"drafter", "method", "verifier", "server"}:
+        if drafter is None and method is None and server is None:
+            raise ValueError(
+                "drafter is missing: write evaluate DRAFTER DATA, or give method ngram, suffix or "
+                "mtp (heads of the verifier), and verifier"
+            )
+        if method in NO_WEIGHTS and drafter is not None:
+            raise ValueError(
+                f"drafter={shown(str(drafter))}: method={method} drafts without one; leave it out, "
+                "and name the model as verifier"
+            )
+        if method is not None and drafter is None and method not in (*NO_WEIGHTS, "mtp"):
+            raise ValueError(f"drafter is missing: method={method} needs one; give its folder or hub id")
+        alone = drafter is None and method is not None
+        if verifier is None and (alone or method == "draft_model"):
+            raise ValueError(f"verifier=None: method={method} needs the model that is to write; give it")
+    several = get("temperature")
+    if method == "suffix" and isinstance(several, (list, tuple)) and several[1:]:
+        raise ValueError(
+            f"temperature={shown(several)}: method=suffix remembers the answers at the first; measure one at a time"
+        )
+    if engine == "vllm" and "server" in values and server is None:
+        why = "vLLM 0.32 does not take it with speculative decoding; leave it out, or set engine=reference"
+        _leave_out(values, ["min_p"], why)
+    if engine is not None:
+        other, unread = ("vllm", ONLY_VLLM) if engine == "reference" else ("reference", ONLY_HERE)
+        _leave_out(values, unread, f"has no effect with engine={engine}; leave it out, or set engine={other}")
+    if server is not None:
+        why = "is decided when a server starts, and this one runs already; leave it out"
+        _leave_out(values, ("k", "method"), why)
 
 
 MOST_DRAFTED = 4096  # tokens in a step
@@ -607,248 +570,204 @@ SCHEDULES = (
     *("reduce_lr_on_plateau", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "warmup_stable_decay", "greedy"),
 )
 
-RULES: dict[str, OptionRule] = {
-    "data": path("chats.jsonl", objects=True),
-    "data_dir": path("features"),
-    "prepared": path("prepared"),
-    "recipe": path("data/recipes/laptop.yaml"),
-    "output": path("answers.jsonl", test=recorded_problem),
-    "output_dir": path("output/run", none=True, test=recorded_problem),
-    "out": path("output/stitched", test=recorded_problem),
-    "folder": path("output/drafter"),
-    "verifier": path("Qwen/Qwen3-8B", none=True, objects=True),
-    "drafter": path("output/drafter", objects=True),
-    "checkpoint": path("output/drafter"),
-    "gguf": path("Qwen3-0.6B-Q8_0.gguf"),
-    "from_pretrained": path("output/drafter", none=True),
-    "import_": several(path("my_drafters.py"), "my_drafters.py", none=True),
-    "resume_from_checkpoint": OptionRule("resume", "output/drafter/checkpoint-100", none=True),
-    "native": path("output/native", none=True, test=recorded_problem),
-    "storage": path("/dev/shm/states", none=True, test=storage_problem),
-    "hidden_states": path("/dev/shm/states", none=True, test=storage_problem),
-    "image_folder": path("pictures", none=True),
-    "prompts": path("data/corpus/train.jsonl", objects=True),
-    "heldout": path("data/corpus/heldout.jsonl"),
-    "decode_prompts": path("shipped", none=True),
-    "runs": several(text("output/run"), "output/run-a output/run-b"),
-    "features": path("output/features", none=True),
-    "evaluation": several(text("output/evaluation"), "output/evaluation", none=True),
-    "vllm": path(".venv-vllm/bin/vllm", none=True),
-    "engine_version": word("0.32", "0.33", none=True),
-    **dict.fromkeys(("server", "url"), several(ADDRESS, HERE, none=True, alone=True)),
-    "host": text("127.0.0.1", test=host_problem),
-    "port": whole(8000, 1, 65535, none=True),
-    "model": text("Qwen/Qwen3-8B", none=True),
-    "device": text("cuda:0", none=True, objects=True, test=device_problem),
-}
 
-LAYERS = several(whole(2, 0, 10_000), "2 18 33", none=True, test=ascending_problem)
-RULES |= {
-    "source": word("hf", "vllm"),
-    **dict.fromkeys(("max_samples", "n_prompts"), whole(100, 1, none=True)),
-    "n_heldout": whole(48, 1, none=True),
-    "self_prompts": whole(2000, 1, none=True),
-    "max_new_tokens": whole(256, 1, MOST_TOKENS),
-    "max_length": whole(2048, 2, MOST_TOKENS),
-    "max_tokens": whole(8192, 1, MOST_TOKENS),
-    "batch_size": whole(96, 1, 65536, none=True),
-    "max_failures": whole(50, 1),
-    "max_model_len": whole(4096, 1, none=True),
-    "min_trained": whole(1, 1, MOST_TOKENS),
-    "concurrency": several(whole(8, 1, 65536), 8, none=True, alone=True),
-    "num_proc": whole(4, 1, 1024, none=True),
-    "rank": whole(0, 0),
-    "world_size": whole(1, 1),
-    "timeout": number(600, above=0),
-    "patience": number(120, low=0),
-    "rows": word("conversation", "turn"),
-    "too_long": word("cut", "drop"),
-    "languages": several(text("en"), "en", none=True, alone=True),
-    "template_kwargs": mapping({"enable_thinking": False}, none=True),
-    "sampling": mapping({"top_p": 0.9}, none=True, objects=True),
-    "val_fraction": number(0.05, low=0, below=1),
-    "vocab_size": whole(151936, 1, none=True),
-    "draft_vocab_size": whole(32000, 1, none=True),
-    **dict.fromkeys(("aux_layer_ids", "target_layer_ids"), LAYERS),
-    "dtype": word(*STORED),
-    "compute_dtype": word("auto", "bfloat16", "float32", none=True),
-    "shard_gb": number(2.0, above=0, high=1000, none=True),
-    "seed": whole(0, **SEED),
-    "config": mapping({"norm_before_residual": True}, none=True),
-    "format": text("eagle3", none=True),
-    "to": word("llama.cpp", none=True),
-}
-RULES |= switches(
-    """dedup shuffle allow_urls overwrite dry_run resume trust_remote_code trust_features link
-    run ngram as_engine baseline train_reasoning train_tool_calls bf16 fsdp"""
-)
+def each(kind: Callable[..., OptionRule], examples: Mapping[str, Any], **limits) -> dict[str, OptionRule]:
+    "Rules of one kind with the same limits: name -> its example."
+    return {name: kind(example, **limits) for name, example in examples.items()}
 
-RULES |= {
-    "algorithm": OptionRule("word", FIRST_CHOICE, words=algorithms),
-    "draft_arch": word("llama", "qwen3", none=True),
-    "num_layers": whole(1, 1, 1000, none=True),
-    "sliding_window": whole(2048, 1, MOST_TOKENS, none=True),
-    "full_attention_indices": several(whole(0, 0, 999), [0, 2], none=True),
-    "draft_config": path("draft/config.json", none=True),
-    "draft_hidden_act": text("silu", none=True),
-    "eval_share": number(0.05, low=0, below=1, none=True),
-    "on_bad": word("raise", "skip"),
-    **dict.fromkeys(("num_train_epochs", "epochs"), number(3, above=0, high=10**6)),
-    "total_seq_len": whole(2048, 2, MOST_TOKENS),
-    "gradient_accumulation_steps": whole(1, 1, 2**20),
-    "learning_rate": number(1e-4, above=0, none=True),
-    "optimizer": word("adamw", "muon"),
-    "checkpoint_format": word("full", "sharded"),
-    "context_parallel_size": whole(1, 1, 1024),
-    "save_dtype": word("bfloat16", "float16", "float32", none=True),
-    "early_stopping_patience": whole(3, 1, none=True),
-    "regenerate_every": whole(1, 1, none=True),
-    "regenerate_temperature": number(1.0, **TEMPERATURE),
-    "extra": several(text("warmup_steps=100"), "warmup_steps=100", none=True),
-}
 
-# of transformers' training arguments; `train.training_arguments` refuses those that would have no effect
-RULES |= {
-    "max_steps": whole(1000, -1, test=no_steps_problem),
-    "muon_learning_rate": number(1e-3, above=0, none=True),
-    "lr_scheduler_type": word(*SCHEDULES),
-    "lr_scheduler_kwargs": mapping({"num_cycles": 2}, none=True),
-    "warmup_steps": number(100, low=0),
-    "weight_decay": number(0.01, low=0),
-    "adam_beta1": number(0.9, low=0, below=1),
-    "adam_beta2": number(0.999, low=0, below=1),
-    "max_grad_norm": number(1.0, low=0),
-    "metric_for_best_model": text("loss", none=True),
-    "logging_strategy": word("no", "steps", "epoch"),
-    "eval_strategy": word("no", "steps", "epoch", none=True),
-    "save_strategy": word("no", "steps", "epoch", "best"),
-    "logging_steps": number(10, above=0, test=steps_problem),
-    "eval_steps": number(100, above=0, none=True, test=steps_problem),
-    "save_steps": number(100, above=0, test=steps_problem),
-    "eval_delay": number(0, low=0),
-    "save_total_limit": whole(2, 1, none=True),
-    "report_to": several(text("tensorboard"), "tensorboard", none=True, alone=True),
-    "run_name": text("first", none=True),
-    "data_seed": whole(0, none=True, **SEED),
-    "dataloader_num_workers": whole(2, 0, 1024),
-    "dataloader_prefetch_factor": whole(2, 1, 1024, none=True),
-    "torch_empty_cache_steps": whole(100, 1, none=True),
-    "ddp_timeout": whole(1800, 1),
-    "ddp_bucket_cap_mb": whole(25, 1, none=True),
-    # the same by its name from transformers 5.24 on
-    **dict.fromkeys(
-        ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"),
-        mapping({"use_reentrant": False}, none=True),
+PLACE: dict[str, Any] = dict(test=recorded_problem)  # what a command writes
+# files and folders, servers, names
+RULES = each(path, dict(data="chats.jsonl", prompts="data/corpus/train.jsonl", drafter="output/drafter"), objects=True)
+RULES |= each(
+    path,
+    dict(
+        data_dir="features",
+        prepared="prepared",
+        recipe="data/recipes/laptop.yaml",
+        folder="output/drafter",
+        checkpoint="output/drafter",
+        gguf="Qwen3-0.6B-Q8_0.gguf",
+        heldout="data/corpus/heldout.jsonl",
     ),
-}
-
-RULES |= switches(
-    """logging_first_step load_best_model_at_end eval_on_start ignore_data_skip full_determinism
-    use_cpu torch_compile dataloader_pin_memory dataloader_persistent_workers dataloader_in_order
-    push_to_hub skip_memory_metrics remove_unused_columns save_on_each_node log_on_each_node
-    restore_callback_states_from_checkpoint enable_jit_checkpoint hub_always_push
-    eval_use_gather_object do_train do_eval do_predict"""
 )
-RULES |= switches(
-    """disable_tqdm greater_is_better tf32 ddp_find_unused_parameters ddp_broadcast_buffers
-    ddp_static_graph hub_private_repo gradient_checkpointing activation_checkpointing enforce_eager""",
+RULES |= each(path, dict(output="answers.jsonl", out="output/stitched"), **PLACE)
+RULES |= each(path, dict(output_dir="output/run", native="output/native"), none=True, **PLACE)
+RULES |= each(path, dict.fromkeys(("storage", "hidden_states"), "/dev/shm/states"), none=True, test=storage_problem)
+RULES |= each(
+    path,
+    dict(
+        from_pretrained="output/drafter",
+        image_folder="pictures",
+        decode_prompts="shipped",
+        features="output/features",
+        vllm=".venv-vllm/bin/vllm",
+        draft_config="draft/config.json",
+    ),
     none=True,
 )
-
+RULES |= each(text, dict(model="Qwen/Qwen3-8B", format="eagle3", draft_hidden_act="silu"), none=True)
+RULES |= each(text, dict(metric_for_best_model="loss", run_name="first"), none=True)
 RULES |= {
-    "ttt_steps": whole(3, 1, 64),
-    "num_depths": whole(8, 1, 64),
-    "num_heads": whole(5, 1, 64),
-    "num_speculative_steps": whole(3, 1, 64, none=True),
-    "forward_num_total": whole(3, 1, 64),
-    "block_size": whole(8, 2, 1024),
+    "verifier": path("Qwen/Qwen3-8B", none=True, objects=True),
+    "import_": several(path("my_drafters.py"), "my_drafters.py", none=True),
+    "resume_from_checkpoint": OptionRule("resume", "output/drafter/checkpoint-100", none=True),
+    "runs": several(text("output/run"), "output/run-a output/run-b"),
+    "evaluation": several(text("output/evaluation"), "output/evaluation", none=True),
+    **dict.fromkeys(("server", "url"), several(ADDRESS, HERE, none=True, alone=True)),
+    "host": text("127.0.0.1", test=host_problem),
+    "device": text("cuda:0", none=True, objects=True, test=device_problem),
+    "transformer_layer_architecture": text("auto"),
+}
+
+# counts
+RULES |= each(whole, dict(max_failures=50, world_size=1, ddp_timeout=1800), low=1)
+RULES |= each(whole, dict(max_samples=100, n_prompts=100, n_heldout=48, self_prompts=2000), low=1, none=True)
+RULES |= each(whole, dict(conversations=50_000, max_requests=100, max_model_len=4096), low=1, none=True)
+RULES |= each(whole, dict(vocab_size=151936, draft_vocab_size=32000, max_anchors=512), low=1, none=True)
+RULES |= each(whole, dict(early_stopping_patience=3, regenerate_every=1, save_total_limit=2), low=1, none=True)
+RULES |= each(whole, dict(torch_empty_cache_steps=100, ddp_bucket_cap_mb=25), low=1, none=True)
+RULES |= each(whole, dict(max_new_tokens=256, max_tokens=8192, min_trained=1), low=1, high=MOST_TOKENS)
+RULES |= each(whole, dict(context=128, prompt_tokens=256, tokens_each=1000), low=1, high=MOST_TOKENS)
+RULES |= each(whole, dict(max_length=2048, total_seq_len=2048), low=2, high=MOST_TOKENS)
+RULES |= each(whole, dict(batch_size=96, streams=1), low=1, high=65536, none=True)
+RULES |= each(whole, dict(ttt_steps=3, num_depths=8, num_heads=5, forward_num_total=3), low=1, high=64)
+RULES |= each(whole, dict(repeats=15, rounds=40, devices=8), low=1, high=10**6)
+RULES |= each(whole, dict(num_proc=4, dataloader_prefetch_factor=2), low=1, high=1024, none=True)
+RULES |= each(whole, dict(rank=0, top_k=50), low=0)
+RULES |= {
+    "port": whole(8000, 1, 65535, none=True),
+    "concurrency": several(whole(8, 1, 65536), 8, none=True, alone=True),
+    "seed": whole(0, **SEED),
+    "data_seed": whole(0, none=True, **SEED),
+    "k": several(whole(4, 0, MOST_DRAFTED), 4, none=True, alone=True, objects=True),
+    "record": whole(5, 0, MOST_DRAFTED),
     "speculative_tokens": whole(5, 1, MOST_DRAFTED, none=True),
+    "num_speculative_steps": whole(3, 1, 64, none=True),
+    "block_size": whole(8, 2, 1024),
+    "draws": whole(1000, 1, 10**7),
+    "max_steps": whole(1000, -1, test=no_steps_problem),
+    "gradient_accumulation_steps": whole(1, 1, 2**20),
+    "context_parallel_size": whole(1, 1, 1024),
+    "dataloader_num_workers": whole(2, 0, 1024),
+    "num_layers": whole(1, 1, 1000, none=True),
     "num_hidden_layers": whole(1, 0, 1000),
     "intermediate_size": whole(1024, 1, 2**20, none=True),
     "markov_rank": whole(256, 0, 2**16),
-    "markov_head_type": word("vanilla", "gated", "rnn"),
     "mask_token_id": whole(0, 0, none=True),
-    "max_anchors": whole(512, 1, none=True),
-    "transformer_layer_architecture": text("auto"),
-    "loss_fn": OptionRule("loss", "kl_div", none=True),
-    "per_position_loss_weight": OptionRule("word", "dpace", words=lambda: tuple(LOSS_WEIGHTS), none=True, objects=True),
-    "ttt_step_loss_decay": number(1.0, above=0, high=10),
-    "head_loss_decay": number(0.8, above=0, high=10, none=True),
-    "step_weight_beta": number(0.6, above=0, high=10),
-    "step_weights": several(number(0.5, low=0), [0.5, 0.3, 0.2], none=True, objects=True),
-    "dflash_decay_gamma": number(4.0, above=0),
-    "dpace_alpha": number(0.5, low=0, high=1),
-    "confidence_head_alpha": number(1.0, low=0),
-    "down_sample_ratio": number(0.7, above=0, high=1),
-    "down_sample_ratio_min": number(0.2, low=0, high=1),
-    "feature_weight": number(1.0, low=0),
-    "noise_std": number(0.2, low=0),
-    "attn_impl": word("blocked", "sdpa", "flex", "eager", none=True),
-    "draft_attn_impl": word("simple_flex_attention", "sdpa", "eager", none=True),
-    "gemm_dtype": word(*FLOATS, none=True),
+    "sliding_window": whole(2048, 1, MOST_TOKENS, none=True),
+    "full_attention_indices": several(whole(0, 0, 999), [0, 2], none=True),
+    **dict.fromkeys(
+        ("aux_layer_ids", "target_layer_ids"),
+        several(whole(2, 0, 10_000), "2 18 33", none=True, test=ascending_problem),
+    ),
 }
-RULES |= switches(
-    """layernorms fusion_bias embed_requires_grad norm_before_residual fc_norm norm_before_fc
-    norm_output fresh_head verifier_norm tie_weights inputs_hidden_states_normalized
-    ce_from_data"""
-)
-RULES |= switches(
-    """cross_document_targets serving_window use_off_policy_tokens sample_from_anchor as_served
-    sliding_window_non_causal is_causal attention_sink_bias enable_confidence_head
-    confidence_head_with_markov""",
-    none=True,
-)
 
+# other numbers
+RULES |= each(number, dict(patience=120, warmup_steps=100, weight_decay=0.01, max_grad_norm=1.0, eval_delay=0), low=0)
+RULES |= each(number, dict(confidence_head_alpha=1.0, feature_weight=1.0, noise_std=0.2), low=0)
+RULES |= each(number, dict(down_sample_ratio_min=0.2, dpace_alpha=0.5, min_p=0.05), low=0, high=1)
+RULES |= each(number, dict(val_fraction=0.05, adam_beta1=0.9, adam_beta2=0.999), low=0, below=1)
+RULES |= each(number, dict(temperature=0.7, regenerate_temperature=1.0), **TEMPERATURE)
+RULES |= each(number, dict(timeout=600, dflash_decay_gamma=4.0, budget=2.5e11), above=0)
+RULES |= each(number, dict(learning_rate=1e-4, muon_learning_rate=1e-3, rate=1.0, max_seconds=60), above=0, none=True)
+RULES |= each(number, dict(memory=80, disk=2000, tflops=989, bandwidth=3.0), above=0, none=True)
+RULES |= each(number, dict(num_train_epochs=3, epochs=3), above=0, high=10**6)
+RULES |= each(number, dict(down_sample_ratio=0.7, top_p=0.9), above=0, high=1)
+RULES |= each(number, dict(ttt_step_loss_decay=1.0, step_weight_beta=0.6), above=0, high=10)
+RULES |= each(number, dict(logging_steps=10, save_steps=100), above=0, test=steps_problem)
 RULES |= {
-    "k": several(whole(4, 0, MOST_DRAFTED), 4, none=True, alone=True, objects=True),
-    "temperature": number(0.7, **TEMPERATURE),
+    "eval_steps": number(100, above=0, none=True, test=steps_problem),
+    "eval_share": number(0.05, low=0, below=1, none=True),
+    "shard_gb": number(2.0, above=0, high=1000, none=True),
+    "mfu": number(0.3, above=0, high=1, none=True),
+    "head_loss_decay": number(0.8, above=0, high=10, none=True),
+    "step_weights": several(number(0.5, low=0), [0.5, 0.3, 0.2], none=True, objects=True),
     "temperatures": SEVERAL_TEMPERATURES,
-    "top_k": whole(50, 0),
-    "top_p": number(0.9, above=0, high=1),
-    "min_p": number(0.05, low=0, high=1),
-    "record": whole(5, 0, MOST_DRAFTED),
+}
+
+# words
+RULES |= {
+    "algorithm": OptionRule("word", FIRST_CHOICE, words=algorithms),
+    "draft_arch": word("llama", "qwen3", none=True),
+    "method": word(*METHODS, none=True),
     "engine": word("reference", "vllm"),
+    "engine_version": word("0.32", "0.33", none=True),
+    "source": word("hf", "vllm"),
+    "to": word("llama.cpp", none=True),
+    "rows": word("conversation", "turn"),
+    "too_long": word("cut", "drop"),
+    "on_bad": word("raise", "skip"),
     "rule": word("standard", "greedy", "strict", "block", "traversal", "typical", "fly", objects=True),
     "kv_cache": word("dynamic", "static", "graphs"),
-    "attn_implementation": word(*ATTENTION, none=True),
     "load": word("requests", "guidellm"),
-    "method": word(*METHODS, none=True),
-    "context": whole(128, 1, MOST_TOKENS),
-    "repeats": whole(15, 1, 10**6),
-    "rounds": whole(40, 1, 10**6),
-    "draws": whole(1000, 1, 10**7),
-    "budget": number(2.5e11, above=0),
-    "streams": whole(1, 1, 65536, none=True),
-    "rate": number(1.0, above=0, none=True),
-    "max_requests": whole(100, 1, none=True),
-    "max_seconds": number(60, above=0, none=True),
-    "prompt_tokens": whole(256, 1, MOST_TOKENS),
-    "conversations": whole(50_000, 1, none=True),
-    "tokens_each": whole(1000, 1, MOST_TOKENS),
-    "devices": whole(8, 1, 10**6),
-    "memory": number(80, above=0, none=True),
-    "disk": number(2000, above=0, none=True),
-    "tflops": number(989, above=0, none=True),
-    "mfu": number(0.3, above=0, high=1, none=True),
-    "bandwidth": number(3.0, above=0, none=True),
+    "optimizer": word("adamw", "muon"),
+    "checkpoint_format": word("full", "sharded"),
+    "markov_head_type": word("vanilla", "gated", "rnn"),
+    "attn_impl": word("blocked", "sdpa", "flex", "eager", none=True),
+    "draft_attn_impl": word("simple_flex_attention", "sdpa", "eager", none=True),
+    "attn_implementation": word(*ATTENTION, none=True),
+    "dtype": word(*STORED),
+    "compute_dtype": word("auto", "bfloat16", "float32", none=True),
+    "save_dtype": word(*FLOATS[:3], none=True),
+    "gemm_dtype": word(*FLOATS, none=True),
+    "lr_scheduler_type": word(*SCHEDULES),
+    "logging_strategy": word("no", "steps", "epoch"),
+    "eval_strategy": word("no", "steps", "epoch", none=True),
+    "save_strategy": word("no", "steps", "epoch", "best"),
+    "per_position_loss_weight": OptionRule("word", "dpace", words=lambda: tuple(LOSS_WEIGHTS), none=True, objects=True),
+    "loss_fn": OptionRule("loss", "kl_div", none=True),
+    "languages": several(text("en"), "en", none=True, alone=True),
+    "report_to": several(text("tensorboard"), "tensorboard", none=True, alone=True),
+    "extra": several(text("warmup_steps=100"), "warmup_steps=100", none=True),
 }
+
+RULES |= each(
+    mapping, dict(template_kwargs={"enable_thinking": False}, config={"norm_before_residual": True}), none=True
+)
+MAPPINGS = dict(
+    template_kwargs={"enable_thinking": False},
+    config={"norm_before_residual": True},
+    lr_scheduler_kwargs={"num_cycles": 2},
+    gradient_checkpointing_kwargs={"use_reentrant": False},
+    activation_checkpointing_kwargs={"use_reentrant": False},  # the same from transformers 5.24 on
+)
+RULES |= each(mapping, MAPPINGS, none=True)
+RULES["sampling"] = mapping({"top_p": 0.9}, none=True, objects=True)
+
+# switches; `train.training_arguments` refuses those of transformers that would have no effect
+RULES |= switches(
+    """dedup shuffle allow_urls overwrite dry_run resume trust_remote_code trust_features link run ngram as_engine
+    baseline train_reasoning train_tool_calls bf16 fsdp layernorms fusion_bias embed_requires_grad norm_before_residual
+    fc_norm norm_before_fc norm_output fresh_head verifier_norm tie_weights inputs_hidden_states_normalized ce_from_data
+    logging_first_step load_best_model_at_end eval_on_start ignore_data_skip full_determinism use_cpu torch_compile
+    dataloader_pin_memory dataloader_persistent_workers dataloader_in_order push_to_hub skip_memory_metrics
+    remove_unused_columns save_on_each_node log_on_each_node restore_callback_states_from_checkpoint
+    enable_jit_checkpoint hub_always_push eval_use_gather_object do_train do_eval do_predict"""
+)
+RULES |= switches(
+    """cross_document_targets serving_window use_off_policy_tokens sample_from_anchor as_served sliding_window_non_causal
+    is_causal attention_sink_bias enable_confidence_head confidence_head_with_markov enforce_eager disable_tqdm
+    greater_is_better tf32 ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph hub_private_repo
+    gradient_checkpointing activation_checkpointing""",
+    none=True,
+)
 ARGUMENTS = several(text("--max-num-seqs=8"), "--max-num-seqs=8", none=True)
 IN = {
     "convert.source": path("downloads/eagle"),
     "train.algorithm": OptionRule("word", FIRST_CHOICE, words=algorithms, none=True),
     "vocab.draft_vocab_size": whole(32000, 1),
-    "regenerate.concurrency": whole(16, 1, 65536),
+    **each(whole, {"regenerate.concurrency": 16, "features.concurrency": 8}, low=1, high=65536),
     **dict.fromkeys(("regenerate.engine", "features.engine"), word("local", "ray")),
     "check.engine": word("vllm", "llama.cpp"),
-    "features.concurrency": whole(8, 1, 65536),
     "evaluate.server": text("http://127.0.0.1:8000", none=True, test=address_problem),
     **dict.fromkeys(("evaluate.dtype", "serve.dtype"), word(*SERVED)),
     **dict.fromkeys(("evaluate.extra", "serve.extra"), ARGUMENTS),
     "serve.k": whole(4, 0, MOST_DRAFTED, none=True),
+    **each(whole, {"demo.k": 4, "real.k": 4, "experiment.k": 4}, low=1, high=MOST_DRAFTED),
     "evaluate.temperature": SEVERAL_TEMPERATURES,
     "evaluate.drafter": path("output/drafter", none=True, objects=True),
     "evaluate.method": word(*METHODS[:-2], none=True),  # the last two draft nothing here
-    **dict.fromkeys(("demo.k", "real.k"), whole(4, 1, MOST_DRAFTED)),
     "doctor.data": path("chats.jsonl", none=True, objects=True),
     "from-gguf.save_dtype": word(*FLOATS[:3]),
     **{
@@ -856,12 +775,11 @@ IN = {
         for command in ("prepare", "features", "convert", "stitch-mtp", "demo")
     },
     **{
-        f"{command}.output_dir": path("output/run", test=recorded_problem)
+        f"{command}.output_dir": path("output/run", **PLACE)
         for command in ("prepare", "features", "train", "calibrate", "convert", "export", "demo", "real", "from-gguf")
     },
     "experiment.file": path("experiment.yaml"),
     "experiment.seeds": whole(3, 1, 1000),
-    "experiment.k": whole(4, 1, MOST_DRAFTED),
     "experiment.draft_lengths": several(whole(4, 1, MOST_DRAFTED), "2 4"),
     "experiment.n_prompts": whole(24, 1),
     "experiment.workers": whole(2, 1, 1024),
@@ -877,17 +795,27 @@ def rule_of(name: str, where: str = "") -> OptionRule | None:  # None: there is 
     return IN.get(f"{where}.{name}") or RULES.get(name)
 
 
-def check_options(values: Mapping, where: str = "") -> None:
-    """Refuse what makes no sense of any options of a command. Errors: ValueError: the option, its value and what to
-    write."""
-    for name, value in values.items():
-        rule = rule_of(name, where)
-        if rule and (wrong := rule.problem(value)):
-            plain = os.fspath(value) if isinstance(value, os.PathLike) else value
-            if rule.alone and isinstance(value, (list, tuple)) and len(value) == 1:
-                plain = value[0]
-            raise ValueError(f"{name}={shown(plain)}: {wrong}")
-    _check_together(values)
-    if where not in ("", "vocab"):  # which writes beside what it reads
-        _check_output(values)
-    _check_command(values, where)
+def check_options(values: Mapping, where: str = "", before: str = "") -> None:
+    """Refuse what makes no sense of any options of a command. Errors: ValueError: `before`, the option, its value and
+    what to write."""
+    try:
+        for name, value in values.items():
+            rule = rule_of(name, where)
+            if rule and (wrong := rule.problem(value)):
+                plain = os.fspath(value) if isinstance(value, os.PathLike) else value
+                if rule.alone and isinstance(value, (list, tuple)) and len(value) == 1:
+                    plain = value[0]
+                raise ValueError(f"{name}={shown(plain)}: {wrong}")
+        _check_together(values, where)
+        if where in ("", "vocab"):  # which writes beside what it reads
+            return
+        for output in values.keys() & {"output", "output_dir"}:
+            for source in values.keys() & {"data", "data_dir", "prepared", "verifier"}:
+                made, read = values[output], values[source]
+                named = all(isinstance(place, (str, os.PathLike)) for place in (made, read))
+                if named and os.path.realpath(made) == os.path.realpath(read):
+                    raise ValueError(f"{output}={shown(os.fspath(made))}: is {source} itself; name another place")
+    except ValueError as e:
+        if before:
+            raise ValueError(f"{before}{e}") from None
+        raise

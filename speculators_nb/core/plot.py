@@ -112,58 +112,39 @@ def _finish(ax: Axes, title: str | None, xlabel: str, ylabel: str) -> Figure:
     return ax.figure
 
 
-def _draw_acceptance(ax: Axes, rows: pd.DataFrame, shift: float, width: float, colour: str, marker: str) -> None:
-    """The bars, whiskers and line of one drafter at one temperature; `shift`: of its bars from the position, `width`:
-    of a bar."""
-    rows = rows.sort_values("position")
-    x = rows["position"].to_numpy() + shift
-    rate = rows["unconditional"]
-    ax.bar(x, rate, width * 0.92, color=colour, alpha=0.85)
-    if {"unconditional_low", "unconditional_high"} <= set(rows.columns):
-        below = rate - rows["unconditional_low"]
-        above = rows["unconditional_high"] - rate
-        whiskers = np.clip(np.stack([below, above]), 0, None)
-        ax.errorbar(x, rate, whiskers, fmt="none", ecolor="#222222", elinewidth=1, capsize=2)
-    if "conditional" in rows.columns:
-        style: dict[str, Any] = dict(color=colour, marker=marker)
-        edge = "white" if MarkerStyle(marker).is_filled() else colour  # a cross is all edge
-        style |= dict(markersize=6, markeredgecolor=edge, linewidth=1.5)
-        ax.plot(x, rows["conditional"], **style)
-
-
-def _acceptance_panels(table) -> list[tuple[Any, pd.DataFrame]]:
-    "(temperature, its rows) of each panel; temperature None where the table has none."
-    missing = {"drafter", "position", "unconditional"} - set(table.columns)
-    if missing:
-        raise ValueError(f"the acceptance table lacks the columns {sorted(missing)}; it has {list(table.columns)}")
-    if "temperature" not in table:
-        return [(None, table)]
-    return list(table.groupby("temperature", sort=True))
-
-
 def plot_acceptance(table: pd.DataFrame, title: str | None = None) -> Figure:
     """Acceptance per draft position, a panel for each temperature: bars unconditional, line conditional, whiskers the
     95 % interval. The table has drafter, position, unconditional, and maybe _low/_high, conditional, temperature; the
-    title is the finding."""
-    panels = _acceptance_panels(table)
+    title is the finding. Errors: ValueError for a column that is missing."""
+    columns = set(table.columns)
+    if missing := {"drafter", "position", "unconditional"} - columns:
+        raise ValueError(f"the acceptance table lacks the columns {sorted(missing)}; it has {list(table.columns)}")
+    panels = list(table.groupby("temperature", sort=True)) if "temperature" in table else [(None, table)]
     drafters = look(list(dict.fromkeys(table["drafter"])))
     width = 0.8 / len(drafters)
     # of the legend: a key and its letters, in inches
     lines = math.ceil(sum(0.58 + 0.072 * len(name) for name in drafters) / (5.5 * len(panels)))
     fig, axes = new_axes(5.5, 3.35 + 0.25 * lines, len(panels), sharey=True, squeeze=False)
-    positions = sorted(table["position"].unique())
     for ax, (temperature, rows) in zip(axes[0], panels):
         for i, (name, (colour, marker)) in enumerate(drafters.items()):
-            shift = (i - (len(drafters) - 1) / 2) * width
-            of_drafter = rows[rows["drafter"] == name]
-            _draw_acceptance(ax, of_drafter, shift, width, colour, marker)
-        ax.set(ylim=(0, 1.02), xticks=positions, xlabel="draft position k")
+            own = rows[rows["drafter"] == name].sort_values("position")
+            x, rate = own["position"].to_numpy() + (i - (len(drafters) - 1) / 2) * width, own["unconditional"]
+            ax.bar(x, rate, width * 0.92, color=colour, alpha=0.85)
+            if {"unconditional_low", "unconditional_high"} <= columns:
+                ends = [rate - own["unconditional_low"], own["unconditional_high"] - rate]
+                whiskers = np.clip(np.stack(ends), 0, None)
+                ax.errorbar(x, rate, whiskers, fmt="none", ecolor="#222222", elinewidth=1, capsize=2)
+            if "conditional" in columns:
+                edge = "white" if MarkerStyle(marker).is_filled() else colour  # a cross is all edge
+                style: dict[str, Any] = dict(color=colour, marker=marker, markersize=6, markeredgecolor=edge)
+                ax.plot(x, own["conditional"], linewidth=1.5, **style)
+        ax.set(ylim=(0, 1.02), xticks=sorted(table["position"].unique()), xlabel="draft position k")
         heading = "" if temperature is None else f"temperature {temperature:g}"
         ax.set_title(heading, loc="left", fontsize=10)
     axes[0][0].set_ylabel("acceptance rate\n(bar: unconditional, line: conditional)")
     patches = [Patch(color=colour) for colour, _ in drafters.values()]
-    columns = min(math.ceil(len(drafters) / lines), 6)
-    fig.legend(patches, drafters, loc="outside lower center", ncols=columns, frameon=False)
+    ncols = min(math.ceil(len(drafters) / lines), 6)
+    fig.legend(patches, drafters, loc="outside lower center", ncols=ncols, frameon=False)
     fig.suptitle(title or "", x=0.01, ha="left", fontsize=11)
     plt.close(fig)
     return fig

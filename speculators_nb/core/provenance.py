@@ -190,54 +190,39 @@ def _hub_commit(name: str) -> str | None:
     return parts[parts.index("snapshots") + 1] if "snapshots" in parts else None
 
 
-def identify(source: str | os.PathLike) -> dict:
-    "What a name was at this moment. Nothing is fetched; what is neither file nor folder is only named."
-    path = Path(source)
-    named = {"path": without_secrets(source)}
-    if path.is_file():
-        return named | {"sha256": _digest(path).hexdigest(), "bytes": path.stat().st_size}
-    if path.is_dir():
-        records = [path / name for name in RECORDS if (path / name).is_file()]
-        if records:
-            return named | {"record": records[0].name, "sha256": _recorded(path, records)}
-        return named | _folder_digest(path)
-    commit = _hub_commit(str(source))
-    return named | ({"commit": commit} if commit else {})
-
-
 # of a record: when and by which program, and what became of an interrupted run
 _CLOCKS = "generated_at", "reproducibility", "results", "earlier"
 _WEIGHTS = ".safetensors", ".npy"
 
 
-def _recorded(folder: Path, records: list[Path]) -> str:
-    """The digest of a folder by its records, without their clocks, and its weights. The same
-    work done again has the same digest, also if it was interrupted."""
-    h = hashlib.sha256()
-    for file in records:
-        record = {k: v for k, v in read_object(file).items() if k not in _CLOCKS}
-        if isinstance(given := record.get("arguments"), dict):
-            record["arguments"] = {k: v for k, v in given.items() if k != "resume"}
-        h.update(json.dumps(record, sort_keys=True).encode())
-    for file in sorted(f for f in folder.iterdir() if f.suffix in _WEIGHTS):
-        if not file.name.startswith("hs_"):  # features: their record has the rows' digest
-            h.update(f"{file.name}:{_digest(file, END).hexdigest()}".encode())
-    return h.hexdigest()
-
-
-def _folder_digest(folder: Path) -> dict:
-    "Names, sizes and contents of all files but the hidden ones."
-    files = sorted(
-        file for file in folder.rglob("*") if file.is_file() and not file.relative_to(folder).parts[0].startswith(".")
-    )
-    h = hashlib.sha256()
+def identify(source: str | os.PathLike) -> dict:
+    "What a name was at this moment. Nothing is fetched; what is neither file nor folder is only named."
+    path, named, h = Path(source), {"path": without_secrets(source)}, hashlib.sha256()
+    if path.is_file():
+        return named | {"sha256": _digest(path).hexdigest(), "bytes": path.stat().st_size}
+    if not path.is_dir():
+        commit = _hub_commit(str(source))
+        return named | ({"commit": commit} if commit else {})
+    records = [path / name for name in RECORDS if (path / name).is_file()]
+    if records:
+        # by its records, without their clocks, and its weights: the same work done again has the same digest, also if
+        # it was interrupted
+        for file in records:
+            record = {k: v for k, v in read_object(file).items() if k not in _CLOCKS}
+            if isinstance(given := record.get("arguments"), dict):
+                record["arguments"] = {k: v for k, v in given.items() if k != "resume"}
+            h.update(json.dumps(record, sort_keys=True).encode())
+        for file in sorted(f for f in path.iterdir() if f.suffix in _WEIGHTS):
+            if not file.name.startswith("hs_"):  # features: their record has the rows' digest
+                h.update(f"{file.name}:{_digest(file, END).hexdigest()}".encode())
+        return named | {"record": records[0].name, "sha256": h.hexdigest()}
+    # names, sizes and contents of all files but the hidden ones
+    files = sorted(f for f in path.rglob("*") if f.is_file() and not f.relative_to(path).parts[0].startswith("."))
     for file in files:
         # a very large folder: names and sizes
         content = _digest(file, END).hexdigest() if len(files) <= 1000 else ""
-        name = file.relative_to(folder).as_posix()
-        h.update(f"{name}:{file.stat().st_size}:{content}\n".encode())
-    size = sum(file.stat().st_size for file in files)
-    return {"sha256": h.hexdigest(), "bytes": size, "files": len(files)}
+        h.update(f"{file.relative_to(path).as_posix()}:{file.stat().st_size}:{content}\n".encode())
+    return named | {"sha256": h.hexdigest(), "bytes": sum(f.stat().st_size for f in files), "files": len(files)}
 
 
 PACKAGES = (

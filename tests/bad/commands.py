@@ -4,6 +4,7 @@ every command is in it. Every such case is answered before a model is loaded. Th
 together, recipes, and arguments that name the wrong thing."""
 
 import inspect
+import math
 from collections import defaultdict
 
 from speculators_nb.cli import main as cli
@@ -36,35 +37,6 @@ LINES = {  # command -> a line that would run, with names of harness.GOOD
 }
 LONG = "x" * 300
 PATH = [("''", "{}='': is empty; write something like"), (LONG, "{}='xxx.*: is too long for a path")]
-COUNT = [
-    ("0", "{}=\\[?0\\]?: must be at least 1"),
-    ("-3", "{}=\\[?-3\\]?: must be at least 1"),
-    ("many", "{}='many': is text, and must be a whole number"),
-    ("99999999999", "{}=\\[?99999999999\\]?: must be at least 1 and at most"),
-]
-SEED = [
-    ("-1", "{}=-1: must be at least 0 and at most 4294967295"),
-    ("4294967296", "{}=4294967296: must be at least 0 and at most"),
-    ("1.5", "{}='1.5': is text, and must be a whole number"),
-]
-SHARE = [
-    ("1", "{}=1.0: must be at least 0 and less than 1"),
-    ("-0.1", "{}=-0.1: must be at least 0"),
-    ("nan", "{}=nan: must be finite"),
-    ("half", "{}='half': is text, and must be a number"),
-]
-ABOVE = [
-    ("0", "{}=0.0: must be greater than 0"),
-    ("-1", "{}=-1.0: must be greater than 0"),
-    ("nan", "{}=nan: must be finite"),
-    ("inf", "{}=inf: must be finite"),
-]
-WARM = [
-    ("-1", "{}=-1.0: must be at least 0"),
-    ("nan", "{}=nan: must be finite"),
-    ("1000", "{}=1000.0: must be at least 0 and at most 100"),
-    ("hot", "{}='hot': is text, and must be a number"),
-]
 SERVER = [
     ("localhost:8000", "{}='localhost:8000': is no address of a server; write something like http"),
     ("http://", "{}='http://': is no address of a server"),
@@ -73,7 +45,7 @@ SERVER = [
     ("ftp://host", "{}='ftp://host': is no address of a server"),
 ]
 OBJECT = [
-    ("[1,2]", "{}='\\[1,2\\]': must be a mapping of names and values"),
+    ("[1,2]", "{}=\\[1, 2\\]: must be a mapping of names and values"),
     ("text", "{}='text': must be a mapping"),
     ("{'a':1}", "{}='.a:1.': must be a mapping"),
 ]
@@ -108,103 +80,63 @@ def words(known, *wrong):
 PATHS = """data data_dir prepared recipe output output_dir out folder verifier drafter checkpoint from_pretrained
 native image_folder prompts heldout decode_prompts vllm convert.source gguf features file"""
 COUNTS = """max_samples n_prompts n_heldout self_prompts max_new_tokens max_tokens max_model_len min_trained
-batch_size concurrency num_proc early_stopping_patience regenerate_every demo.k real.k"""
+batch_size concurrency num_proc early_stopping_patience regenerate_every demo.k real.k context_parallel_size
+conversations tokens_each devices"""
+RANGES = {  # numbers: option, or command.option -> (what is typed, the range that is answered)
+    **dict.fromkeys(COUNTS.split(), ("0 -3 many 99999999999", r"at least 1 and at most \d+")),
+    "num_layers": ("0 1000000 one", "at least 1 and at most 1000"),
+    "gradient_accumulation_steps": ("0 -1 0.5", "at least 1"),
+    "speculative_tokens": ("0 1000000000 x", "at least 1 and at most 4096"),
+    "max_length": ("-1 1 10000000000", "at least 2 and at most 4194304"),
+    "total_seq_len": ("1 -2048 1000000000000", "at least 2 and at most 4194304"),
+    "draft_vocab_size": ("0 -5 all", "at least 1"),
+    "vocab_size": ("0 -1 1e3", "at least 1"),
+    "k": ("-1 4097 four", "at least 0 and at most 4096"),
+    "world_size": ("0 -2 two", "at least 1"),
+    "port": ("0 70000 http", "at least 1 and at most 65535"),
+    "seed": ("-1 4294967296 1.5", "at least 0 and at most 4294967295"),
+    "num_train_epochs": ("0 -1 nan inf 9999999", "greater than 0 and at most 1000000"),
+    **dict.fromkeys(["epochs", "memory", "disk", "tflops", "bandwidth"], ("0 -1 nan inf", "greater than 0")),
+    "learning_rate": ("0 -1 nan inf fast", "greater than 0"),
+    "mfu": ("0 -1 nan inf 1.5", "greater than 0 and at most 1"),
+    **dict.fromkeys(("eval_share", "val_fraction"), ("1 -0.1 nan half", "at least 0 and less than 1")),
+    "temperature": ("-1 nan 1000 hot", "at least 0 and at most 100"),
+    "top_p": ("0 1.5 nan most", "greater than 0 and at most 1"),
+    "top_k": ("-1 2.5", "at least 0"),
+    "min_p": ("-0.1 2 nan", "at least 0 and at most 1"),
+    "patience": ("-1 nan long", "at least 0"),
+    "shard_gb": ("0 2000 nan big", "greater than 0 and at most 1000"),
+}
+
+
+def beyond(option, typed, limits):
+    "(what is typed, what must be answered) of numbers that are out of a range, not finite, or no numbers."
+    rule = rule_of(*option.split(".")[::-1])
+    whole = (rule.of or rule).kind == "whole"
+    for value in typed.split():
+        try:
+            number = (int if whole else float)(value)
+            yield value, f"{{}}=\\[?{number}\\]?: must be {limits if math.isfinite(number) else 'finite'}"
+        except ValueError:
+            yield value, f"{{}}='{value}': is text, and must be a {'whole ' * whole}number"
+
+
 BAD = {  # option, or command.option -> (what is typed, what must be answered)
     "import_": [(None, None)],  # see OWN
     **dict.fromkeys(PATHS.split(), PATH),
     **dict.fromkeys(("storage", "hidden_states"), PATH + MOONCAKE),
-    **dict.fromkeys(COUNTS.split(), COUNT),
-    "num_layers": [
-        ("0", "{}=0: must be at least 1"),
-        ("1000000", "{}=1000000: must be at least 1 and at most 1000"),
-        ("one", "{}='one': is text"),
-    ],
-    "gradient_accumulation_steps": [
-        ("0", "{}=0: must be at least 1"),
-        ("-1", "{}=-1: must be at least 1"),
-        ("0.5", "{}='0.5': is text"),
-    ],
-    "speculative_tokens": [
-        ("0", "{}=0: must be at least 1"),
-        ("1000000000", "{}=1000000000: must be at least 1 and at most 4096"),
-        ("x", "{}='x': is text"),
-    ],
-    "max_length": [
-        ("-1", "{}=-1: must be at least 2"),
-        ("1", "{}=1: must be at least 2"),
-        ("10000000000", "{}=10000000000: must be .*at most 4194304"),
-    ],
-    "total_seq_len": [
-        ("1", "{}=1: must be at least 2"),
-        ("-2048", "{}=-2048: must be at least 2"),
-        ("1000000000000", "{}=1000000000000: must be .*at most 4194304"),
-    ],
-    "draft_vocab_size": [
-        ("0", "{}=0: must be at least 1"),
-        ("-5", "{}=-5: must be at least 1"),
-        ("all", "{}='all': is text"),
-    ],
-    "vocab_size": [
-        ("0", "{}=0: must be at least 1"),
-        ("-1", "{}=-1: must be at least 1"),
-        ("1e3", "{}='1e3': is text"),
-    ],
-    "k": [
-        ("-1", "{}=\\[?-1\\]?: must be at least 0"),
-        ("4097", "{}=\\[?4097\\]?: must be at least 0 and at most 4096"),
-        ("four", "{}='four': is text"),
-    ],
+    **{option: [*beyond(option, *numbers)] for option, numbers in RANGES.items()},
     "rank": [
         ("-1", "{}=-1: must be at least 0"),
         ("1", "{}=1: must be less than world_size=1; lower it"),
         ("first", "{}='first': is text"),
     ],
-    "world_size": [
-        ("0", "{}=0: must be at least 1"),
-        ("-2", "{}=-2: must be at least 1"),
-        ("two", "{}='two': is text"),
-    ],
-    "port": [
-        ("0", "{}=0: must be at least 1 and at most 65535"),
-        ("70000", "{}=70000: must be at least 1 and at most 65535"),
-        ("http", "{}='http': is text"),
-    ],
-    "seed": SEED,
-    "num_train_epochs": [*ABOVE, ("9999999", "{}=9999999.0: must be greater than 0 and at most 1000000")],
-    "epochs": ABOVE,
-    "learning_rate": [*ABOVE, ("fast", "{}='fast': is text, and must be a number, e.g. 0.0001")],
-    "eval_share": SHARE,
-    "val_fraction": SHARE,
-    "temperature": WARM,
     "evaluate.temperature": [
         ("-1", "{}=\\[?-1.0\\]?: must be at least 0"),
         ("nan", "{}=\\[?nan\\]?: must be finite"),
         ("0 {option} -inf", "{}=\\[0.0, -inf\\]: must be finite"),
     ],
-    "top_p": [
-        ("0", "{}=0.0: must be greater than 0 and at most 1"),
-        ("1.5", "{}=1.5: must be greater than 0 and at most 1"),
-        ("nan", "{}=nan: must be finite"),
-        ("most", "{}='most': is text, and must be a number"),
-    ],
-    "top_k": [("-1", "{}=-1: must be at least 0"), ("2.5", "{}='2.5': is text, and must be a whole number")],
-    "min_p": [
-        ("-0.1", "{}=-0.1: must be at least 0 and at most 1"),
-        ("2", "{}=2.0: must be at least 0 and at most 1"),
-        ("nan", "{}=nan: must be finite"),
-    ],
     "server": SERVER,
-    "patience": [
-        ("-1", "{}=-1.0: must be at least 0"),
-        ("nan", "{}=nan: must be finite"),
-        ("long", "{}='long': is text, and must be a number"),
-    ],
-    "shard_gb": [
-        ("0", "{}=0.0: must be greater than 0"),
-        ("2000", "{}=2000.0: must be greater than 0 and at most 1000"),
-        ("nan", "{}=nan: must be finite"),
-        ("big", "{}='big': is text, and must be a number"),
-    ],
     "host": [
         ("'a b'", "{}='a b': is no address to listen on; write something like 127.0.0.1"),
         ("http://127.0.0.1", "{}='http://127.0.0.1': is no address to listen on"),
@@ -251,15 +183,6 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
     "features.engine": words("local or ray", "spark", "Ray"),
     "regenerate.engine": words("local or ray", "spark", "Ray"),
     "checkpoint_format": words("full or sharded", "shard", "Full"),
-    "context_parallel_size": COUNT,
-    "conversations": COUNT[:3],
-    "tokens_each": COUNT[:3],
-    "devices": COUNT,
-    "memory": ABOVE,
-    "disk": ABOVE,
-    "tflops": ABOVE,
-    "bandwidth": ABOVE,
-    "mfu": [*ABOVE, ("1.5", "{}=1.5: must be greater than 0 and at most 1")],
     "rule": words("standard", "typcial", "always"),
     "kv_cache": words("dynamic, static or graphs", "sttaic", "paged"),
     "attn_implementation": words("sdpa, eager", "spda", "flash", "kernels-community/flash-attn2"),
@@ -282,6 +205,7 @@ FURTHER = [  # --extra of train: (name=value, what must be answered)
     ("max_steps=-2", "max_steps=-2: must be at least -1"),
     ("max_steps=1.5", "max_steps=1.5: must be a whole number"),
     ("warmup_steps=NaN", "warmup_steps=nan: must be finite"),
+    (f"warmup_steps=1{'0' * 400}", "warmup_steps=1000.*: must be finite"),
     ("warmup_steps=few", "warmup_steps='few': is text"),
     ("weight_decay=-0.1", "weight_decay=-0.1: must be at least 0"),
     ("weight_decay=Infinity", "weight_decay=inf: must be finite"),
@@ -441,6 +365,7 @@ PLACES = [  # what is made may not take the place of what it is made from
 SPELLING = [  # lines that cannot be read
     ("xyzzy", "'xyzzy': there is no such command. Known: calibrate, check"),
     ("train {features} {here}/d --ttt-steps 0", "ttt_steps=0: must be at least 1"),
+    (f"train {{features}} {{here}}/d --seed 1{'0' * 400}", "seed=1000.*: must be at least 0 and at most 4294967295"),
     ("train {features} {here}/d --warmup-steps=-4", "warmup_steps=-4: must be at least 0"),
     (
         "evaluate {drafter} {corpus} --temperatures 1",
@@ -455,6 +380,14 @@ SPELLING = [  # lines that cannot be read
 RECIPES = [  # (name, file, content, what must be answered)
     ("a folder", "x/none.yaml", "", "recipe.yaml: no such recipe"),
     ("empty", "recipe.yaml", "", "recipe.yaml: is empty, expected a mapping"),
+    ("JSON that is cut off", "recipe.json", "{", "recipe.json: not JSON"),
+    ("a key twice", "recipe.yaml", "seed: 1\nseed: 2", "recipe.yaml, line 2: not YAML"),
+    (
+        "a function of Python",
+        "recipe.yaml",
+        "seed: !!python/object/apply:os.getcwd []",
+        "recipe.yaml, line 1: not YAML",
+    ),
     ("a word", "recipe.yaml", "train", "recipe.yaml: holds a str, expected a mapping"),
     ("a number", "recipe.yaml", "3", "recipe.yaml: holds a int"),
     ("a tab", "recipe.yaml", "train:\n\tseed: 1", "recipe.yaml, line 2: not YAML"),
@@ -478,6 +411,7 @@ RECIPES = [  # (name, file, content, what must be answered)
         "seed: " + "9" * 5000,
         "recipe.yaml: not YAML of a recipe|recipe.yaml: seed=",
     ),
+    ("a number of 400 digits", "recipe.yaml", f"learning_rate: 1{'0' * 400}", "learning_rate=1000.*: must be finite"),
     ("a number for a switch", "recipe.yaml", "train: {bf16: 1}", "recipe.yaml: train.bf16=1: must be true or false"),
     ("a switch for a number", "recipe.yaml", "seed: true", "recipe.yaml: seed=True: must be a whole number"),
     (

@@ -452,7 +452,7 @@ SPECULATIVE = {  # arguments of SpeculativeConfig -> what must be answered
     "a target of other types": (dict(NGRAM, target_model_config={"model_type": 3}), "model_type=3: must be text"),
     "a target whose text config is a list": (
         dict(NGRAM, target_model_config={"text_config": []}),
-        "text_config=\\[\\]: must be an object",
+        "text_config=\\[\\]: must be a mapping",
     ),
     "indices of n-grams": (
         dict(NGRAM, index_share_for_mtp_iteration=True),
@@ -479,19 +479,19 @@ DRAFTS = {  # config.json of a foreign draft
     "cut off": ('{"model_type"', "config.json: not JSON"),
     "a list": ("[]", "config.json: holds a list"),
     "a type that is a number": ('{"model_type": 3}', "config.json: model_type=3: must be text"),
-    "a block that is text": ('{"speculators_config": "x"}', "config.json: speculators_config='x': must be an object"),
+    "a block that is text": ('{"speculators_config": "x"}', "config.json: speculators_config='x': must be a mapping"),
     "methods of numbers": (
         '{"speculators_config": {"proposal_methods": [3]}}',
-        r"speculators_config.proposal_methods=\[3\]: must be a list of objects",
+        r"speculators_config.proposal_methods=\[3\]: must be a mapping",
     ),
-    "a number as text": ('{"n_predict": "2"}', "config.json: n_predict='2': must be a whole number"),
+    "a number as text": ('{"n_predict": "2"}', "config.json: n_predict='2': is text, and must be a whole number"),
     "architectures of numbers": (
         '{"architectures": [3]}',
-        "config.json: architectures=\\[3\\]: must be a list of names",
+        "config.json: architectures=\\[3\\]: must be text",
     ),
     "a verifier that is a list": (
         '{"speculators_model_type": "eagle3", "speculators_config": {"verifier": []}}',
-        "speculators_config.verifier=\\[\\]: must be an object",
+        "speculators_config.verifier=\\[\\]: must be a mapping",
     ),
     "a vocabulary that is true": ('{"vocab_size": true}', "config.json: vocab_size=True: must be a whole number"),
 }

@@ -544,7 +544,7 @@ CASES = [
     Case(
         "serve: a drafter of no algorithm",
         "serve {here}/drafter --verifier {verifier}",
-        "config.json: speculators_model_type='': must name a kind of model",
+        "config.json: speculators_model_type='': is empty; write something like",
         {"drafter": copied(GOOD["drafter"], config__json=config(GOOD["drafter"], speculators_model_type=""))},
     ),
     Case(
