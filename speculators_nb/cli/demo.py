@@ -181,11 +181,11 @@ def _from_features(
     stages.begin("report", "figures and report")
     trained = trainer.model.eval().drafter()
     taps = list(trained.aux_layer_ids)
-    asked = [questions[i] for i in one_of_each(domains if len(set(domains)) > 1 else None, min(3, len(domains)))]
+    chosen = [questions[i] for i in one_of_each(domains if len(set(domains)) > 1 else None, min(3, len(domains)))]
     answers: Any = generate(  # with the distributions of each step
         Verifier(model.model, taps or None),
         trained,
-        encode_prompts(asked, tokenizer),
+        encode_prompts(chosen, tokenizer),
         k=k,
         max_new_tokens=max_new_tokens,
         eos_token_ids=ends,
@@ -211,7 +211,7 @@ def _from_features(
         seconds=dict(stages.seconds),
     )
     sections = [
-        answers_section({question_of(p, tokenizer): a for p, a in zip(asked, answers)}, tokenizer, name),
+        answers_section({question_of(p, tokenizer): a for p, a in zip(chosen, answers)}, tokenizer, name),
         acceptance_section(evaluation),
         *of_training,
         budget_section(budget),

@@ -390,7 +390,7 @@ def _leave_out(values: Mapping, names: Mapping | Sequence[str], why: str) -> Non
 
 
 def _check_together(values: Mapping, command: str) -> None:
-    """Options that depend on each other, of any command or function, where some may be given alone. Errors: ValueError."""
+    "Options that depend on each other, where some may be given alone. Errors: ValueError."
     get = values.get
     rank, world_size = get("rank"), get("world_size")
     if rank is not None and world_size is not None and rank >= world_size:
@@ -746,10 +746,10 @@ RULES |= switches(
     enable_jit_checkpoint hub_always_push eval_use_gather_object do_train do_eval do_predict"""
 )
 RULES |= switches(
-    """cross_document_targets serving_window use_off_policy_tokens sample_from_anchor as_served sliding_window_non_causal
-    is_causal attention_sink_bias enable_confidence_head confidence_head_with_markov enforce_eager disable_tqdm
-    greater_is_better tf32 ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph hub_private_repo
-    gradient_checkpointing activation_checkpointing""",
+    """cross_document_targets serving_window use_off_policy_tokens sample_from_anchor as_served
+    sliding_window_non_causal is_causal attention_sink_bias enable_confidence_head confidence_head_with_markov
+    enforce_eager disable_tqdm greater_is_better tf32 ddp_find_unused_parameters ddp_broadcast_buffers
+    ddp_static_graph hub_private_repo gradient_checkpointing activation_checkpointing""",
     none=True,
 )
 ARGUMENTS = several(text("--max-num-seqs=8"), "--max-num-seqs=8", none=True)
