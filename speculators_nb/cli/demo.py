@@ -266,8 +266,16 @@ def demo(
     stages.begin("answers", "the verifier answers the training prompts")
     tokenizer, model = open_tokenizer(verifier), Verifier.from_pretrained(str(verifier))
     answered = folder / "answers.jsonl"
-    sampled: dict[str, Any] = dict(max_new_tokens=160, temperature=temperature, seed=seed, limit=n_prompts)
-    counts = regenerate(model, tokenizer, prompts, answered, **sampled)
+    counts = regenerate(
+        model,
+        tokenizer,
+        prompts,
+        answered,
+        max_new_tokens=160,
+        temperature=temperature,
+        seed=seed,
+        limit=n_prompts,
+    )
     answers = answered.read_text(encoding="utf-8").splitlines()
     if not answers:
         why = next(iter(counts["failed"]), "there were none")
