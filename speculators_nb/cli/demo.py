@@ -164,11 +164,12 @@ def _from_features(
     domains = [prompt.domain for prompt in questions]
     several = domains if set(domains) != {"all"} else None
     measured: dict[str, Any] = dict(k=k, temperatures=temperatures, max_new_tokens=max_new_tokens, seed=seed)
+    drafters: dict[str, Any] = {PLAIN: NoDrafter(), "n-gram": NgramDrafter(), name: drafter}
     about = measured | dict(n=len(questions), drafter=identify(str(folder / "drafter")))
     with SharedPrompts(folder, about) as job:  # what was decoded before an interruption is kept
         evaluation = evaluate(
             Verifier(model.model, drafter.aux_layer_ids or None),
-            {PLAIN: NoDrafter(), "n-gram": NgramDrafter(), name: drafter},
+            drafters,
             encode_prompts(questions, tokenizer),
             eos_token_ids=ends,
             domains=several,

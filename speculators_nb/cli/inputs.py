@@ -251,7 +251,8 @@ def check_inputs(values: dict, command: str):
             _check_data(field, value, command)
     _check_output(values, command)
 
-    verifier, drafter = get("verifier"), get("drafter") or get("folder") or get("checkpoint")
+    verifier = get("verifier")
+    drafter: Any = get("drafter") or get("folder") or get("checkpoint")
     if verifier is not None and Path(verifier).is_dir() and command in READS:
         if not (command == "regenerate" and get("server") is not None):
             verifier_object(verifier)

@@ -192,7 +192,7 @@ path = partial(OptionRule, "path")
 mapping = partial(OptionRule, "mapping")
 
 
-def whole(example, low=None, high=2**31, **more) -> OptionRule:
+def whole(example, low: float | None = None, high: float | None = 2**31, **more) -> OptionRule:
     "A whole number from `low` to `high`."
     return OptionRule("whole", example, low=low, high=high, **more)
 
