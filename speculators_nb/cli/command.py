@@ -136,7 +136,7 @@ def failure(e: Exception) -> tuple[str, int]:
     "An exception as one line for the terminal, and its exit code."
     text, code = str(e), 2
     if isinstance(e, OSError) and text.startswith("[Errno"):  # of the system: path, reason, remedy
-        path, remedy = e.filename2 or e.filename, REMEDIES.get(e.errno, "Look at the path and at the disk")
+        path, remedy = e.filename2 or e.filename, REMEDIES.get(e.errno or 0, "Look at the path and at the disk")
         text = f"{(e.strerror or type(e).__name__).lower()}. {remedy}"
         if path is not None and not isinstance(path, int):  # neither a write nor the system always says which
             text = f"{os.fsdecode(path)}: {text}"
@@ -522,7 +522,8 @@ def command(
         recipe = line.pop("recipe") if "recipe" not in takes else None
         with one_line(function):
             line, recipe = with_home(line), with_home(recipe)
-            given = {n for n in line if context.get_parameter_source(n).name == "COMMANDLINE"}
+            source: Any = context.get_parameter_source
+            given = {n for n in line if source(n).name == "COMMANDLINE"}
             if twice := [n for n in given if f"{n}_" in given]:
                 value = shown(line[twice[0]])
                 raise ValueError(f"{twice[0]}={value}: given as an argument and as an option; leave one out")

@@ -263,15 +263,34 @@ def features(
         place = Path(output_dir).absolute()
         lacks = "%s has %.3g GB free, which is less: name another output_dir, or %s"
         log.warning(lacks, place, free / 1e9, disk.remedy)
-    given: dict[str, Any] = dict(rank=ranks.rank, world_size=ranks.world_size, dtype=dtype, shard_gb=shard_gb)
     if model is None:
         assert storage is not None  # or check_options refuses
         RowLimits.of(text_config(verifier_config(verifier))).warn(log, "features", rows["seq_len"][:])
-        given |= dict(concurrency=concurrency, patience=patience)
-        counts = extract_from_server(server or HERE, rows, output_dir, storage, layers, **given)
+        counts = extract_from_server(
+            server or HERE,
+            rows,
+            output_dir,
+            storage,
+            layers,
+            concurrency=concurrency,
+            dtype=dtype,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            patience=patience,
+            shard_gb=shard_gb,
+        )
     else:
-        given |= dict(max_tokens=max_tokens, compute_dtype=dtype_of(model, compute_dtype))
-        counts = extract_features(model, rows, output_dir, **given)
+        counts = extract_features(
+            model,
+            rows,
+            output_dir,
+            dtype=dtype,
+            max_tokens=max_tokens,
+            rank=ranks.rank,
+            world_size=ranks.world_size,
+            compute_dtype=dtype_of(model, compute_dtype),
+            shard_gb=shard_gb,
+        )
     if ranks.rank == 0:
         used = one_or_several(server or HERE) if served else None
         record = dict(source=source, server=used, dtype=dtype, max_length=max_length, max_samples=max_samples)

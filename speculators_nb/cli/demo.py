@@ -164,11 +164,12 @@ def _from_features(
     domains = [prompt.domain for prompt in questions]
     several = domains if set(domains) != {"all"} else None
     measured: dict[str, Any] = dict(k=k, temperatures=temperatures, max_new_tokens=max_new_tokens, seed=seed)
+    drafters: dict[str, Any] = {PLAIN: NoDrafter(), "n-gram": NgramDrafter(), name: drafter}
     about = measured | dict(n=len(questions), drafter=identify(str(folder / "drafter")))
     with SharedPrompts(folder, about) as job:  # what was decoded before an interruption is kept
         evaluation = evaluate(
             Verifier(model.model, drafter.aux_layer_ids or None),
-            {PLAIN: NoDrafter(), "n-gram": NgramDrafter(), name: drafter},
+            drafters,
             encode_prompts(questions, tokenizer),
             eos_token_ids=ends,
             domains=several,
@@ -181,11 +182,11 @@ def _from_features(
     stages.begin("report", "figures and report")
     trained = trainer.model.eval().drafter()
     taps = list(trained.aux_layer_ids)
-    asked = [questions[i] for i in one_of_each(domains if len(set(domains)) > 1 else None, min(3, len(domains)))]
+    chosen = [questions[i] for i in one_of_each(domains if len(set(domains)) > 1 else None, min(3, len(domains)))]
     answers: Any = generate(  # with the distributions of each step
         Verifier(model.model, taps or None),
         trained,
-        encode_prompts(asked, tokenizer),
+        encode_prompts(chosen, tokenizer),
         k=k,
         max_new_tokens=max_new_tokens,
         eos_token_ids=ends,
@@ -211,7 +212,7 @@ def _from_features(
         seconds=dict(stages.seconds),
     )
     sections = [
-        answers_section({question_of(p, tokenizer): a for p, a in zip(asked, answers)}, tokenizer, name),
+        answers_section({question_of(p, tokenizer): a for p, a in zip(chosen, answers)}, tokenizer, name),
         acceptance_section(evaluation),
         *of_training,
         budget_section(budget),
@@ -266,8 +267,16 @@ def demo(
     stages.begin("answers", "the verifier answers the training prompts")
     tokenizer, model = open_tokenizer(verifier), Verifier.from_pretrained(str(verifier))
     answered = folder / "answers.jsonl"
-    sampled: dict[str, Any] = dict(max_new_tokens=160, temperature=temperature, seed=seed, limit=n_prompts)
-    counts = regenerate(model, tokenizer, prompts, answered, **sampled)
+    counts = regenerate(
+        model,
+        tokenizer,
+        prompts,
+        answered,
+        max_new_tokens=160,
+        temperature=temperature,
+        seed=seed,
+        limit=n_prompts,
+    )
     answers = answered.read_text(encoding="utf-8").splitlines()
     if not answers:
         why = next(iter(counts["failed"]), "there were none")

@@ -251,14 +251,15 @@ def check_inputs(values: dict, command: str):
             _check_data(field, value, command)
     _check_output(values, command)
 
-    verifier, drafter = get("verifier"), get("drafter") or get("folder") or get("checkpoint")
+    verifier = get("verifier")
+    drafter = os.fspath(get("drafter") or get("folder") or get("checkpoint") or "")
     if verifier is not None and Path(verifier).is_dir() and command in READS:
         if not (command == "regenerate" and get("server") is not None):
             verifier_object(verifier)
         here = command == "evaluate" and get("engine") != "vllm" and get("method") is None
         if here or command in TOKENISES:
             check_tokenizer(verifier)
-    there = drafter is not None and Path(drafter).exists()
+    there = drafter != "" and Path(drafter).exists()
     match command:
         case "check" | "doctor" | "export" | "stitch-mtp" if there:
             check_folder(drafter)

@@ -174,16 +174,18 @@ def import_drafters(names: Iterable[str]) -> None:
     """Import what registers drafters. Errors: FileNotFoundError, ModuleNotFoundError or
     ValueError naming a file or a module that is missing, or whose import fails."""
     for given in names:
+        is_file = given.endswith(".py") or re.search(r"[\\/]", given)
         try:
-            if given.endswith(".py") or re.search(r"[\\/]", given):
+            if is_file:
                 _import_file(given)
             else:
                 importlib.import_module(given)
         except (Exception, SystemExit) as e:
             if str(e).startswith("import="):
                 raise
-            missing = isinstance(e, ModuleNotFoundError) and e.name
-            if (missing and f"{given}.".startswith(f"{missing}.")) or not re.fullmatch(r"\w+(\.\w+)*", given):
+            missing = e.name if isinstance(e, ModuleNotFoundError) and e.name else "."
+            is_name = re.fullmatch(r"\w+(\.\w+)*", given)
+            if not is_file and (not is_name or f"{given}.".startswith(f"{missing}.")):
                 raise ModuleNotFoundError(
                     f"import={given!r}: no such module; install it, put its folder into PYTHONPATH, or "
                     "name its file: --import my_drafters.py"

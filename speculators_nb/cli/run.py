@@ -95,8 +95,8 @@ def stages_of(path: str | os.PathLike, imports: list[str] | None = None) -> tupl
                 raise ValueError(
                     f"{path}: {name} and {other.name} both write to {output}; name another folder for one of them"
                 )
-            nested = output != other.output and other.output and same_place(output, other.output)
-            if nested and not depends_on(stage, other):
+            inside = output and other.output and output != other.output and same_place(output, other.output)
+            if inside and not depends_on(stage, other):
                 raise ValueError(
                     f"{path}: the outputs of {name} ({output}) and {other.name} ({other.output}) are one inside the "
                     "other; name a folder apart"

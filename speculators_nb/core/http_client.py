@@ -277,12 +277,14 @@ class Endpoint:
         answer = self.get("/v1/models")
         with contextlib.suppress(ValueError, RecursionError):  # JSON that is not called so
             answer = json.loads(answer) if isinstance(answer, str) else answer
-        listed = answer.get("data") if isinstance(answer, dict) else None
-        models = listed if isinstance(listed, list) else [None]
-        if not all(isinstance(model, dict) and isinstance(model.get("id"), str) for model in models):
+        listed: Any = answer.get("data") if isinstance(answer, dict) else None
+        named = isinstance(listed, list) and all(
+            isinstance(model, dict) and isinstance(model.get("id"), str) for model in listed
+        )
+        if not named:
             problem = f"no list of models ({str(answer)[:100]!r}); is this the address of an OpenAI-compatible server?"
             raise self._failure("GET", "/v1/models", BadReply(problem))
-        return models
+        return listed
 
     def models(self) -> list[str]:  # names
         "What the server serves."

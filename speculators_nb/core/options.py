@@ -192,7 +192,7 @@ path = partial(OptionRule, "path")
 mapping = partial(OptionRule, "mapping")
 
 
-def whole(example, low=None, high=2**31, **more) -> OptionRule:
+def whole(example, low: float | None = None, high: float | None = 2**31, **more) -> OptionRule:
     "A whole number from `low` to `high`."
     return OptionRule("whole", example, low=low, high=high, **more)
 
@@ -390,7 +390,7 @@ def _leave_out(values: Mapping, names: Mapping | Sequence[str], why: str) -> Non
 
 
 def _check_together(values: Mapping, command: str) -> None:
-    """Options that depend on each other, of any command or function, where some may be given alone. Errors: ValueError."""
+    "Options that depend on each other, where some may be given alone. Errors: ValueError."
     get = values.get
     rank, world_size = get("rank"), get("world_size")
     if rank is not None and world_size is not None and rank >= world_size:
@@ -411,8 +411,7 @@ def _check_together(values: Mapping, command: str) -> None:
                 f"lora_rank={shown(rank)}: an adapter is for a drafter that is there; give from_pretrained "
                 "(--from-pretrained), or leave lora_rank out"
             )
-        why = f"lora_rank={shown(rank)} trains few weights, on every rank; leave one of them out"
-        _leave_out(values, ["fsdp"], why)
+        _leave_out(values, ["fsdp"], f"lora_rank={shown(rank)} trains few weights, on every rank; leave one of them out")
     else:
         _leave_out(values, ["lora_alpha"], "has no effect without lora_rank; leave it out, or give lora_rank")
     saves, evaluates = get("save_strategy"), get("eval_strategy", "epoch")
@@ -758,10 +757,10 @@ RULES |= switches(
     enable_jit_checkpoint hub_always_push eval_use_gather_object do_train do_eval do_predict"""
 )
 RULES |= switches(
-    """cross_document_targets serving_window use_off_policy_tokens sample_from_anchor as_served sliding_window_non_causal
-    is_causal attention_sink_bias enable_confidence_head confidence_head_with_markov enforce_eager disable_tqdm
-    greater_is_better tf32 ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph hub_private_repo
-    gradient_checkpointing activation_checkpointing""",
+    """cross_document_targets serving_window use_off_policy_tokens sample_from_anchor as_served
+    sliding_window_non_causal is_causal attention_sink_bias enable_confidence_head confidence_head_with_markov
+    enforce_eager disable_tqdm greater_is_better tf32 ddp_find_unused_parameters ddp_broadcast_buffers
+    ddp_static_graph hub_private_repo gradient_checkpointing activation_checkpointing""",
     none=True,
 )
 ARGUMENTS = several(text("--max-num-seqs=8"), "--max-num-seqs=8", none=True)
