@@ -79,7 +79,7 @@ def scene(unread: bool) -> Scene:
     def answers(conversations):
         found = {}
         for domain in rows:
-            n = OWN if domain in DOMAINS else OTHER
+            n = (2 * OTHER if unread else OWN) if domain in DOMAINS else OTHER
             prompts = heldout_prompts([c for c in conversations if c["domain"] == domain], tokenizer, n)[0]
             found[domain] = greedy_answers(verifier, prompts, 160, eos_ids_of(verifier, tokenizer))
         return found
