@@ -192,8 +192,8 @@ def choose_rates(algorithm):
 def compare(algorithm, seeds):
     columns = ["algorithm", "domain", "seed", "variant"]
     table, seen = read("adapters.csv.gz", columns), scene(unread=False)
-    for domain in DOMAINS:
-        for seed in range(seeds):
+    for seed in range(seeds):
+        for domain in DOMAINS:
             for variant in ("before", *RATES):
                 about = dict(algorithm=algorithm, domain=domain, seed=seed, variant=variant)
                 if len(table) and (table[columns] == pd.Series(about)).all(axis=1).any():
