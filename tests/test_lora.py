@@ -124,9 +124,8 @@ def test_a_run_of_an_adapter_is_resumed_to_the_bit(tmp_path):
 
 def test_the_best_adapter_is_kept(tmp_path):
     often = dict(save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1, eval_share=0.3)
-    high = dict(learning_rate=1.0, optimizer="adamw", load_best_model_at_end=True, lr_scheduler_type="constant")
-    trainer = trained(RELEASE / "features", tmp_path / "out", **often, **high)
-    best = trainer.state.best_model_checkpoint
+    worst = dict(load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True)  # the first
+    best = trained(RELEASE / "features", tmp_path / "out", **often, **worst).state.best_model_checkpoint
     assert not best.endswith("checkpoint-3")
     assert equal(
         load_file(f"{best}/adapter/adapter_model.safetensors"),

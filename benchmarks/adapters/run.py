@@ -63,8 +63,7 @@ class Scene(NamedTuple):
 
     data: FeatureDataset
     rows: dict[str, list[int]]  # domain -> training rows
-    heldout: dict[str, list[Answer]]  # domain -> answers to questions that were held out
-    unread: dict[str, list[Answer]]  # the same of questions for `rates`
+    answers: dict[str, list[Answer]]  # domain -> those to the questions of the measurement
 
 
 def scene(unread: bool) -> Scene:
@@ -77,16 +76,17 @@ def scene(unread: bool) -> Scene:
     verifier = Verifier.from_pretrained(VERIFIER, list(data.layer_ids or ())[:-1], dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(VERIFIER)
 
-    def answers(conversations, n):
+    def answers(conversations):
         found = {}
         for domain in rows:
+            n = (2 * OTHER if unread else OWN) if domain in DOMAINS else OTHER
             prompts = heldout_prompts([c for c in conversations if c["domain"] == domain], tokenizer, n)[0]
             found[domain] = greedy_answers(verifier, prompts, 160, eos_ids_of(verifier, tokenizer))
         return found
 
-    if unread:
-        return Scene(data, rows, {}, answers(read_corpus(shipped_data() / "corpus/train.jsonl")[1000:], OTHER * 2))
-    return Scene(data, rows, answers(read_corpus(shipped_data() / "corpus/heldout.jsonl"), OWN), {})
+    file = "corpus/train.jsonl" if unread else "corpus/heldout.jsonl"
+    questions = read_corpus(shipped_data() / file)
+    return Scene(data, rows, answers(questions[1000:] if unread else questions))
 
 
 def arguments(algorithm) -> dict[str, Any]:
@@ -178,7 +178,7 @@ def choose_rates(algorithm):
                 if len(table) and (table[list(about)] == pd.Series(about)).all(axis=1).any():
                     continue
                 model, _ = further(seen, algorithm, "code", variant, 0, optimizer, rate)
-                rows = measured(model, seen.unread, "code", {})
+                rows = measured(model, seen.answers, "code", {})
                 about |= {kind: round(length([r for r in rows if r["kind"] == kind]), 3) for kind in ("own", "other")}
                 print(about, flush=True)
                 table = (
@@ -201,7 +201,7 @@ def compare(algorithm, seeds):
                 model, seconds = base(seen, algorithm, seed), 0.0
                 if variant != "before":
                     model, seconds = further(seen, algorithm, domain, variant, seed, *RATES[variant])
-                rows = measured(model, seen.heldout, domain, about | dict(train_s=round(seconds, 1)))
+                rows = measured(model, seen.answers, domain, about | dict(train_s=round(seconds, 1)))
                 of = {kind: length([r for r in rows if r["kind"] == kind]) for kind in ("own", "other")}
                 print(
                     f"{algorithm} {domain} {seed} {variant}: {of['own']:.3f} there, {of['other']:.3f} elsewhere",

@@ -95,7 +95,7 @@ def _put_on(model, names, rank, alpha):
 
 
 def add_adapter(
-    model: nn.Module,  # its weights are frozen from now on
+    model: Any,  # a module, whose weights are frozen from now on
     names: Iterable[str],  # of linear layers, e.g. "fc"
     rank: int,  # r
     alpha: float | None = None,  # None: twice the rank
@@ -117,7 +117,7 @@ def add_adapter(
 
 
 def remove_adapter(
-    model: nn.Module,  # with one
+    model: Any,  # a module with one
     merge: bool,  # whether the difference stays, in the weights
 ) -> None:
     "Make a model an ordinary one again."
@@ -242,7 +242,7 @@ def adapter_record(model: Any) -> dict[str, Any]:  # by the names of training ar
 
 
 def merged_state(
-    model: nn.Module,  # perhaps with an adapter
+    model: Any,  # a module, perhaps with an adapter
     state: dict[str, Tensor],  # its state dict
 ) -> dict[str, Tensor]:  # names and weights as without parametrizations
     "A state dict with the adapter merged into it."
