@@ -350,7 +350,7 @@ class LiLiCorrDraftModel(DFlashDraftModel):
     )
     serving_warnings = staticmethod(DFlash2DraftModel.serving_warnings)
     lab_arguments = DFlashDraftModel.lab_arguments | dict(
-        lilicorr_hidden_size=64, lilicorr_factor_dim=64, lilicorr_num_heads=4
+        lilicorr_hidden_size=32, lilicorr_factor_dim=32, lilicorr_num_heads=4
     )
     config_arguments = (
         *DFlashDraftModel.config_arguments,
