@@ -66,10 +66,15 @@ RULES.update(
 
 
 # config fields by the names that checkpoints elsewhere have
-LILICORR_FIELDS = tuple(
-    f"lilicorr_{name}"
-    for name in """candidate_topk hidden_size factor_dim num_layers num_heads mlp_ratio
-    logit_scale vector_eps""".split()
+LILICORR_FIELDS = (
+    "lilicorr_candidate_topk",
+    "lilicorr_hidden_size",
+    "lilicorr_factor_dim",
+    "lilicorr_num_layers",
+    "lilicorr_num_heads",
+    "lilicorr_mlp_ratio",
+    "lilicorr_logit_scale",
+    "lilicorr_vector_eps",
 )
 
 
