@@ -440,7 +440,7 @@ class LiLiCorrDraftModel(DFlashDraftModel):
         self,
         states: BlockStates,
         score: Callable,  # `block_loss` with everything but the states
-        gamma: float,  # these two are in the weights of `score` already
+        gamma: float,  # these two as in `slot_decay`
         step_weights: StepWeights,
         upstream: bool,  # metrics as upstream reports them
         lattice_ce_weight: float = 0.25,  # of each term
@@ -449,7 +449,7 @@ class LiLiCorrDraftModel(DFlashDraftModel):
         lattice_margin: float = 2.0,  # by which the text's token should be ahead
         ce_from_data: bool = False,  # True: `ce` counts the text's token as right
     ) -> tuple[Tensor, dict[str, Tensor]]:  # loss, metrics
-        "The loss of the slots, divided by the sum of their weights, and that of the lattice."
+        "The loss of the slots, and that of the lattice."
         known: dict[str, Any] = score.keywords  # type: ignore[attr-defined] (a partial)
         blocks, first = states.blocks, self.config.first_slot
         next_tokens = self.data_labels(states.input_ids)
@@ -466,12 +466,14 @@ class LiLiCorrDraftModel(DFlashDraftModel):
         terms = lattice_losses(
             scores_behind(scores, place), place, gaps, counted, lattice_margin
         )
-        base = out.loss / out.weight.sum().clamp_min(1e-12)
+        count = blocks.supervised.sum().float()
+        # `score` divides by the number of slots, LiLiCorr by the sum of their decaying weights
+        decay = self.slot_decay(blocks.supervised, gamma, step_weights, blocks.slots).sum()
+        base = out.loss * (count + 1e-5) / decay.clamp_min(1e-12)
         loss = base + lattice_ce_weight * terms["lattice_ce"]
         loss = loss + lattice_penalty_weight * terms["lattice_penalty"]
         if lattice_margin_weight:
             loss = loss + lattice_margin_weight * terms["lattice_margin"]
-        count = blocks.supervised.sum().float()
         total = torch.ones_like(count) if upstream else count
         for name, value in (terms | {"base_loss": base, "loss": loss}).items():
             metrics |= sum_and_total(name, value.detach() * total, total)
