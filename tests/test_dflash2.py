@@ -66,7 +66,7 @@ def test_candidates_are_upstreams(name):
     want = load_file(folder / "outputs.safetensors")
     top_k = info["training_args"]["selector_top_k"]
     with torch.no_grad():
-        x, (_, _, blocks, hidden, bias) = blocks_of(model, batch)
+        x, (_, _, blocks, hidden, bias, _) = blocks_of(model, batch)
         logits = model.lm_head(hidden)
         torch.testing.assert_close(logits.flatten(0, 1), want["lm_head_out.0"][0], rtol=0, atol=1e-4)
         counted = blocks.supervised.flatten()

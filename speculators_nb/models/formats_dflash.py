@@ -427,9 +427,7 @@ def register_block(name: str, about: str, read: Callable, write: Callable):  # a
 register_block("dflash2", "DFlash2 checkpoints of z-lab's layout", read_dflash2, write_dflash)
 register_block("dspark", "DSpark checkpoints as DeepSeek and NVIDIA release them", read_dspark, write_dspark)
 register_block("domino", "Domino checkpoints of SpecForge's layout, which SGLang serves", read_domino, write_domino)
-register_block(
-    "lilicorr", "LiLiCorr checkpoints as ModelOpt writes and vLLM serves them", read_lilicorr, write_lilicorr
-)
+register_block("lilicorr", "LiLiCorr checkpoints of ModelOpt and vLLM", read_lilicorr, write_lilicorr)
 register_block("xpress", "XPress checkpoints that vLLM 0.33 serves", read_xpress, write_xpress)
 
 

@@ -1,8 +1,9 @@
 """What NVIDIA ModelOpt's LiLiCorr makes of the cases of tests/modelopt_lilicorr.py: `python
 tests/parity/make_lilicorr_cases.py PATH` writes tests/fixtures/modelopt_lilicorr.safetensors again, PATH being a
-checkout of https://github.com/NVIDIA/Model-Optimizer that has it (recorded with the LiLiCorr of 0e4754aa and the DFlash
-of nvidia-modelopt 0.47). Its modules run on a CPU in float32, without the rest of the package: loss, gradients, steps
-of AdamW, and the path that it selects."""
+checkout of https://github.com/NVIDIA/Model-Optimizer that has it. Recorded with a copy by hand of the LiLiCorr of
+33d8c76d and 0e4754aa, without comments, checks and most metrics, beside the DFlash of nvidia-modelopt 0.47, the newest
+release, which has no LiLiCorr. Its modules run on a CPU in float32, without the rest of the package: loss, gradients,
+steps of AdamW, and the path that it selects."""
 
 import sys
 import types
