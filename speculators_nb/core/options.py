@@ -411,7 +411,9 @@ def _check_together(values: Mapping, command: str) -> None:
                 f"lora_rank={shown(rank)}: an adapter is for a drafter that is there; give from_pretrained "
                 "(--from-pretrained), or leave lora_rank out"
             )
-        _leave_out(values, ["fsdp"], f"lora_rank={shown(rank)} trains few weights, on every rank; leave one of them out")
+        _leave_out(
+            values, ["fsdp"], f"lora_rank={shown(rank)} trains few weights, on every rank; leave one of them out"
+        )
     else:
         _leave_out(values, ["lora_alpha"], "has no effect without lora_rank; leave it out, or give lora_rank")
     saves, evaluates = get("save_strategy"), get("eval_strategy", "epoch")
