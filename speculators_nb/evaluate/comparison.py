@@ -1,5 +1,5 @@
-"""Comparison of evaluations in one table and one figure: acceptance that this library's decoder counts as vLLM counts
-it, beside results of engine runs. nbs/evaluate/04_comparison.ipynb shows it at work."""
+"""Comparison of evaluations in one table and one figure. Acceptance is counted by this library's decoder as vLLM
+counts it, beside results of engine runs; nbs/evaluate/04_comparison.ipynb shows it at work."""
 
 # Near the length limit an engine continues to draft K tokens and counts all that the verifier accepts, while `generate`
 # requests only as many as can still be written. So a generation gets K tokens more than the limit, and its steps are

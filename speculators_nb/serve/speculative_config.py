@@ -852,14 +852,14 @@ def _problems(config: SpeculativeConfig) -> Iterator[str]:
     "What is wrong in a config that is filled in: each a field, its value, and what to write."
     method, spec, engine, n = config.method, config.spec, config.engine, config.num_speculative_tokens or 0
 
-    def said(name: str) -> str:
+    def about(name: str) -> str:
         return f"{name}={getattr(config, name)!r}"
 
     if config.use_ngram() and (config.prompt_lookup_min or 0) > (config.prompt_lookup_max or 0):
-        low, high = said("prompt_lookup_min"), said("prompt_lookup_max")
+        low, high = about("prompt_lookup_min"), about("prompt_lookup_max")
         yield f"{low} is more than {high}; lower it, or raise the other"
     if config.draft_model_config and method == "suffix":
-        yield f"{said('draft_model_config')} is of no model; leave it out"
+        yield f"{about('draft_model_config')} is of no model; leave it out"
 
     # ---- the proposal
     if config.num_speculative_tokens_per_batch_size is not None:
@@ -868,16 +868,16 @@ def _problems(config: SpeculativeConfig) -> Iterator[str]:
         fits = all(end < first <= last and tokens >= 0 for end, (first, last, tokens) in zip(ends, schedule))
         if not fits or not schedule or schedule[0][0] != 1:
             yield (
-                f"{said('num_speculative_tokens_per_batch_size')} must be ranges (first size, last size, tokens) that "
+                f"{about('num_speculative_tokens_per_batch_size')} must be ranges (first size, last size, tokens) that "
                 "do not overlap, the first one from 1, with 0 or more tokens; e.g. [(1, 8, 4), (9, 64, 2)]"
             )
     for name, reader in (("index_share_for_mtp_iteration", "mtp"), ("use_heterogeneous_vocab", "draft_model")):
         if getattr(config, name) not in (None, type(config).model_fields[name].default) and method != reader:
-            yield f"{said(name)} is for method={reader!r}, this is {method!r}; leave it out"
+            yield f"{about(name)} is for method={reader!r}, this is {method!r}; leave it out"
     headless = method not in ("eagle", "eagle3", "mtp") or config.use_gemma4_mtp()
     if config.draft_lm_head_quantization is not None and headless:
         yield (
-            f"{said('draft_lm_head_quantization')} is for drafts that share the target's head: eagle, eagle3 and mtp "
+            f"{about('draft_lm_head_quantization')} is for drafts that share the target's head: eagle, eagle3 and mtp "
             f"(but Gemma 4's); this is {method!r}; leave it out"
         )
 
@@ -885,11 +885,11 @@ def _problems(config: SpeculativeConfig) -> Iterator[str]:
     sampled = config.draft_sample_method == "probabilistic"
     if config.use_heterogeneous_vocab and sampled:
         yield (
-            f"{said('use_heterogeneous_vocab')} matches single tokens, so they must be drafted greedily: "
+            f"{about('use_heterogeneous_vocab')} matches single tokens, so they must be drafted greedily: "
             "draft_sample_method='greedy'"
         )
     if config.use_local_argmax_reduction:
-        local = said("use_local_argmax_reduction")
+        local = about("use_local_argmax_reduction")
         if (sampled and spec.weights and method not in ("medusa", "mlp_speculator")) or not config.is_chain:
             yield (
                 f"{local} finds the best token only, so the draft must be a greedy chain: "
@@ -897,7 +897,7 @@ def _problems(config: SpeculativeConfig) -> Iterator[str]:
             )
         if config.enable_adaptive_verification and method != "dspark":
             yield (
-                f"{said('enable_adaptive_verification')} needs all logits of the draft; leave out "
+                f"{about('enable_adaptive_verification')} needs all logits of the draft; leave out "
                 "use_local_argmax_reduction"
             )
         if config.use_heterogeneous_vocab and not engine.heterogeneous_argmax:
@@ -911,27 +911,28 @@ def _problems(config: SpeculativeConfig) -> Iterator[str]:
     if config.verification == "synthetic" and rates is not None:
         if len(rates) != n:
             yield (
-                f"{said('synthetic_acceptance_rates')} must have one rate for each of num_speculative_tokens={n} "
+                f"{about('synthetic_acceptance_rates')} must have one rate for each of num_speculative_tokens={n} "
                 "positions"
             )
         elif not all(0 <= rate <= before for before, rate in zip([1.0, *rates], rates)):
             yield (
-                f"{said('synthetic_acceptance_rates')} must lie in [0, 1] and not increase: a position counts only "
+                f"{about('synthetic_acceptance_rates')} must lie in [0, 1] and not increase: a position counts only "
                 "where all before it were accepted"
             )
     for name in ("synthetic_acceptance_rates", "synthetic_acceptance_length"):
         if getattr(config, name) is not None and config.verification != "synthetic":
             yield (
-                f"{said(name)} has no effect without rejection_sample_method='synthetic'; write that, or leave this out"
+                f"{about(name)} has no effect without rejection_sample_method='synthetic'; write that, or leave this "
+                "out"
             )
     if config.verification == "fly":
         if config.uses_extract_hidden_states() or n < 2:
             yield (
-                f"{said('rejection_sample_method')} looks at the tokens after a doubtful one, so a method must draft "
+                f"{about('rejection_sample_method')} looks at the tokens after a doubtful one, so a method must draft "
                 f"at least 2; num_speculative_tokens={n}; write 'standard'"
             )
         elif (config.fly_window_size or 0) >= n:
-            window = said("fly_window_size")
+            window = about("fly_window_size")
             yield f"{window} must be smaller than num_speculative_tokens={n}; lower it, or leave it out"
     yield from _device_problems(config)
     if spec.weights:
