@@ -26,6 +26,15 @@ from pathlib import Path
 BEHAVIOUR = set(os.environ.get("FAKE_ENGINE", "").split(","))
 
 
+def installed(folder):
+    "The path of this stand-in as a program in a folder."
+    program = folder / "vllm"
+    folder.mkdir(exist_ok=True)
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).resolve()} "$@"\n')
+    program.chmod(0o755)
+    return program
+
+
 def expected(k, tokens):
     "(steps, accepted at each position, sizes of the pieces) of an answer of so many tokens"
     accepted, pieces, left, step = [0] * k, [1], tokens - 1, 0

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_verifier import small_verifier
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from speculators_nb.decode.generate import Generation, NoDrafter, Step, generate
@@ -147,25 +148,11 @@ def test_expected_length_is_the_geometric_sum(alpha, gamma):
 
 @pytest.fixture(scope="module")
 def verifier():
-    return small_verifier(64)
+    return short_verifier(64)
 
 
-def small_verifier(context):
-    torch.manual_seed(0)
-    return Verifier(
-        LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=12,
-                hidden_size=16,
-                intermediate_size=24,
-                num_hidden_layers=2,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                max_position_embeddings=context,
-                initializer_range=0.4,
-            )
-        )
-    )
+def short_verifier(context):
+    return small_verifier(vocab_size=12, max_position_embeddings=context, initializer_range=0.4)
 
 
 def test_evaluate(verifier, tmp_path):
@@ -262,7 +249,7 @@ def test_ranges_against_a_loop(rows, prompt, edges):
 
 def test_long_outputs_are_drawn_by_range(tmp_path):
     "Two prompts, of which one begins in the second range of the context and leaves the first of the output."
-    verifier, drafters = small_verifier(1024), {"n-gram": NgramDrafter()}
+    verifier, drafters = short_verifier(1024), {"n-gram": NgramDrafter()}
     result = evaluate(verifier, drafters, [[1, 2], [3] * 600], k=3, max_new_tokens=140, temperatures=(0.0, 1.0))
     assert result.compared_ranges().equals(result.ranges)
     first = result.ranges[result.ranges.temperature == 0]

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from small_verifier import small_verifier
 from torch import nn
 from torch.nn import functional as F
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.tree import TokenTree
@@ -16,22 +16,11 @@ from speculators_nb.evaluate.cost import (
     verifier_cost,
     weights_read,
 )
-from speculators_nb.verifier.tapped_model import Verifier
 
 
 @pytest.fixture(scope="module")
 def verifier():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
-    return Verifier(LlamaForCausalLM(config).eval(), [1, 2])
+    return small_verifier([1, 2], num_hidden_layers=3)
 
 
 def test_products_of_every_kind_are_counted():

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_engine import expected
+from fake_engine import expected, installed
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -33,10 +33,7 @@ PROMPTS = [dict(prompt=f"question {i}", domain="ab"[i % 2]) for i in range(6)]
 
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
-    script = tmp_path / "bin/vllm"
-    script.parent.mkdir()
-    script.write_text(f'#!/bin/sh\nexec {sys.executable} {HERE / "fake_engine.py"} "$@"\n')
-    script.chmod(0o755)
+    script = installed(tmp_path / "bin")
     monkeypatch.setenv("SPECULATORS_NB_VLLM", str(script))
     monkeypatch.setenv("TQDM_DISABLE", "1")
     return script
@@ -377,3 +374,6 @@ def test_guidellm_command():
     data = json.loads(command[command.index("--data") + 1])
     assert data == dict(kind="synthetic_text", prompt_tokens=7, output_tokens=5)
     assert json.loads(command[command.index("--constraint") + 1]) == {"kind": "max_duration", "seconds": 9}
+    for words, keywords in [("never end", {}), ("give one of them", dict(streams=2, rate=1.0, max_requests=3))]:
+        with pytest.raises(ValueError, match=words):
+            guidellm_command("http://h", "r.json", "m", **keywords)

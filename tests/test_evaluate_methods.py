@@ -4,12 +4,12 @@ the layouts of public sets."""
 import gzip
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pandas as pd
 import pytest
 import test_mtp_families as families
+from fake_engine import installed
 from typer.testing import CliRunner
 
 from speculators_nb.cli.drafter_commands import evaluate
@@ -110,9 +110,7 @@ def test_the_words_of_the_rules_are_those_of_the_methods():
     ],
 )
 def test_methods_in_the_engine(tmp_path, monkeypatch, drafter, method, wanted):
-    script = tmp_path / "vllm"
-    script.write_text(f'#!/bin/sh\nexec {sys.executable} {HERE / "fake_engine.py"} "$@"\n')
-    script.chmod(0o755)
+    script = installed(tmp_path)
     given = dict(method=method, engine="vllm", vllm=str(script), baseline=False, **FEW)
     found = evaluate(drafter, str(CORPUS), str(VERIFIER), **given)
     command = found.settings["commands"][0]
@@ -122,9 +120,7 @@ def test_methods_in_the_engine(tmp_path, monkeypatch, drafter, method, wanted):
 
 
 def test_a_running_server_needs_no_drafter_folder(tmp_path, monkeypatch):
-    script = tmp_path / "vllm"
-    script.write_text(f'#!/bin/sh\nexec {sys.executable} {HERE / "fake_engine.py"} "$@"\n')
-    script.chmod(0o755)
+    script = installed(tmp_path)
     monkeypatch.setenv("SPECULATORS_NB_VLLM", str(script))
     with Server(["vllm", "serve", "m", "--speculative-config", '{"num_speculative_tokens": 2}']) as server:
         found = evaluate(None, str(CORPUS), engine="vllm", server=server.url, temperature=[1.0], min_p=0.1, **FEW)

@@ -23,7 +23,6 @@ from speculators_nb.data.packing import collate
 from speculators_nb.decode.generate import generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.distributed.torchrun import is_lost_connection, torchrun_line
-from speculators_nb.evaluate.guidellm import guidellm_command, read_report
 from speculators_nb.evaluate.vllm_metrics import MetricsError, counted, read_counters
 from speculators_nb.features.extraction import collect
 from speculators_nb.features.feature_rows import FeatureError, FeatureRow, FeatureRows, row_problem
@@ -273,16 +272,6 @@ def test_a_rank_that_lost_another_is_not_the_cause():
 
 
 # ---- measuring
-
-
-def test_guidellm():
-    for words, keywords in [("never end", {}), ("give one of them", dict(streams=2, rate=1.0, max_requests=3))]:
-        with pytest.raises(ValueError, match=words):
-            guidellm_command("http://h", "r.json", "m", **keywords)
-    table = read_report(ROOT / "tests/fixtures/guidellm_report.json").iloc[0]
-    assert (table.requests, table.errors, table.concurrency) == (4, 0, 2)
-    with pytest.raises(ValueError, match="no benchmarks"):
-        read_report(ROOT / "data/tiny-verifier/config.json")
 
 
 def made(scale, base=object):

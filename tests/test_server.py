@@ -6,11 +6,11 @@ import os
 import shutil
 import signal
 import socket
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from fake_engine import installed
 
 from speculators_nb.cli import serving
 from speculators_nb.core.http_client import Endpoint
@@ -44,11 +44,7 @@ def drafters(tmp_path_factory):
 @pytest.fixture
 def engine(tmp_path):
     "the stand-in as an executable"
-    script = tmp_path / "bin/vllm"
-    script.parent.mkdir()
-    script.write_text(f'#!/bin/sh\nexec {sys.executable} {HERE / "fake_engine.py"} "$@"\n')
-    script.chmod(0o755)
-    return script
+    return installed(tmp_path / "bin")
 
 
 def said(command):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from small_verifier import small_verifier
 
 from speculators_nb.decode import acceptance_rules as accept
 from speculators_nb.decode.generate import HiddenStates, NoDrafter, generate
@@ -20,7 +20,6 @@ from speculators_nb.decode.suffix import SuffixDrafter
 from speculators_nb.decode.tree import Sampling, TokenTree
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.serve.speculative_config import (
-    ArgmaxDrafter,
     SpeculativeConfig,
     conditional_rates,
     length_to_rates,
@@ -627,20 +626,8 @@ def test_hidden_states_are_handed_out(verifier):
 
 @pytest.fixture(scope="module")
 def verifier():
-    torch.manual_seed(0)
-    return Verifier(
-        LlamaForCausalLM(
-            LlamaConfig(
-                vocab_size=20,
-                hidden_size=32,
-                intermediate_size=32,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                num_key_value_heads=1,
-                max_position_embeddings=512,
-            )
-        ).eval(),
-        [0],
+    return small_verifier(
+        [0], vocab_size=20, hidden_size=32, intermediate_size=32, num_hidden_layers=1, max_position_embeddings=512
     )
 
 
@@ -668,7 +655,7 @@ def test_drafters(verifier, tmp_path):
         (dict(draft_sample_method="probabilistic", rejection_sample_method="standard"), True),
     ):
         d = SpeculativeConfig(**draft, **words).drafter(verifier)
-        assert isinstance(d, ArgmaxDrafter) is not drawn
+        assert d.greedy is not drawn
         assert (d.propose(tokens, None, 3, sampling).probs is not None) == drawn
     with pytest.raises(ValueError, match="engine's own format, and the verifier has no folder"):
         SpeculativeConfig(**draft, method="medusa").drafter(verifier)

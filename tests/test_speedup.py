@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig, LlamaForCausalLM
+from small_verifier import small_verifier
 
 from speculators_nb.decode.acceptance_rules import synthetic
 from speculators_nb.decode.generate import NoDrafter, generate
@@ -24,22 +24,11 @@ from speculators_nb.evaluate.speedup import (
     step_costs,
     verify_costs,
 )
-from speculators_nb.verifier.tapped_model import Verifier
 
 
 @pytest.fixture(scope="module")
 def verifier():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
-    return Verifier(LlamaForCausalLM(config).eval())
+    return small_verifier()
 
 
 class Anything(NoDrafter):

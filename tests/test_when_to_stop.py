@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from small_verifier import small_verifier
 
 from speculators_nb.decode.draft_model import DraftModel
 from speculators_nb.decode.generate import NoDrafter, generate
@@ -23,7 +23,6 @@ from speculators_nb.evaluate.when_to_stop import (
     record_drafts,
     simulate,
 )
-from speculators_nb.verifier.tapped_model import Verifier
 
 PROMPTS = [[3, 4, 5, 3, 4, 5, 3], [7, 1, 2, 7], [9, 9]]
 COSTS = [1.0, 1.9, 2.1, 2.2]  # the first draft token is the dearest, as with experts
@@ -128,17 +127,7 @@ def test_confidences_are_calibrated_online():
 
 @pytest.fixture(scope="module")
 def verifier():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=20,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-    )
-    return Verifier(LlamaForCausalLM(config).eval())
+    return small_verifier(vocab_size=20)
 
 
 class Wrong(NoDrafter):

@@ -10,6 +10,7 @@ clock, so that other programs do not count (median of nine steps); AdamW is torc
 import json
 import platform
 import re
+import sys
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -18,7 +19,9 @@ import torch
 
 from speculators_nb.core.files import atomic_write
 from speculators_nb.decode.generate import seconds
-from speculators_nb.plan.step_terms import StepShape, TermMeter, shaped_step, term_flops
+
+sys.path.insert(0, str(Path(__file__).parent))
+from terms import StepShape, TermMeter, shaped_step, term_flops
 
 RESULTS = Path(__file__).parent / "results"
 SHAPES = {

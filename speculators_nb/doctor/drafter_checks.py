@@ -11,14 +11,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
 from ..core.config import SpeculatorModelConfig
-from ..core.plot import new_axes
+from ..core.plot import plot_loss
 from ..core.registry import DynamicTreeTokenProposalConfig
 from ..data.packing import collate
 from ..decode.proposal_setup import TreeDrafter
@@ -385,22 +384,10 @@ def data_check(history: pd.DataFrame, n: int | None = None, tokens: int | None =
 
 def plot_history(history: pd.DataFrame) -> Figure:
     "Training and held-out loss of a training_log.csv over steps."
-    fig, ax = new_axes(5, 3)
-    step = history["step"] if "step" in history else pd.Series(range(len(history)))
-    for name, label, style in (
-        ("loss", "trained rows", dict(color="#0072b2")),
-        ("eval_loss", "held-out rows", dict(color="#d55e00", marker="o", linestyle="--")),
-    ):
-        if name in history:
-            known = history[name].notna()
-            ax.plot(step[known], history[name][known], label=label, **style)
-    curve = learning_curve(history)
-    fell = f"The loss fell by {curve.fall:.0%} in the second half of the run"
-    ax.set_title(fell if curve.fall == curve.fall else "The loss over the training steps", loc="left")
-    ax.set(xlabel="step", ylabel="loss", ylim=(0, None))
-    ax.legend(frameon=False)
-    plt.close(fig)
-    return fig
+    fall = learning_curve(history).fall
+    fell = f"The loss fell by {fall:.0%} in the second half of the run"
+    log = history if "step" in history else history.assign(step=range(len(history)))
+    return plot_loss(log, "The loss over the training steps" if math.isnan(fall) else fell)
 
 
 MOST_NEW = 48  # tokens written for a prompt

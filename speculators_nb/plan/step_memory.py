@@ -1,5 +1,6 @@
-"""Memory of a training step on one device: weights, gradients, optimizer, activations, working memory, row.
-The step runs on tensors that have a shape and no memory (torch's FakeTensor); what it makes and frees is counted."""
+"""Memory of a training step on one device: weights, gradients, optimizer, activations, working memory, row. The step
+runs on tensors that have a shape and no memory (torch's FakeTensor); what it makes and frees is counted.
+nbs/plan/01_step_memory.ipynb shows it beside FLOPs, bytes and time of each term."""
 
 import tempfile
 import weakref

@@ -1,10 +1,10 @@
 """vLLM's speculative config as a pydantic model: checked before there is a server, run on our decoder, emitted as
 JSON. nbs/serve/01_speculative_config.ipynb shows it at work, and where it decides otherwise than vLLM."""
 
-# `SpeculativeConfig` has the fields, each with its sentence. `_complete` is the list of what is checked and filled in,
-# in the engine's order; each of its lines is a function below the class. To add a field, write it with type, default
-# and sentence; if its value can be wrong in a way that the type does not say, add a check. What release lines of vLLM
-# do differently is in `vllm_methods.ENGINES`.
+# `SpeculativeConfig` has the fields, each with its sentence. `_complete` fills in what follows from them, in the
+# engine's order, each line a function below the class; then `_problems` is the list of what can be wrong. To add a
+# field, write it with type, default and sentence; if its value can be wrong in a way that the type does not say, yield
+# a problem. What release lines of vLLM do differently is in `vllm_methods.ENGINES`.
 
 import copy
 import difflib
@@ -13,7 +13,7 @@ import json
 import os
 import tempfile
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
@@ -251,20 +251,12 @@ class SpeculativeConfig(ReloadableBaseModel):
         _complete_number(self)
         _complete_sampling(self)
         _complete_tree(self)
-        _check_schedule(self)
-        _check_drafting(self)
-        _check_sampling(self)
         _complete_rates(self)
         _complete_fly(self)
         _complete_devices(self)
-        _check_draft(self)
-        _check_target(self)
-        _check_dspark_topk(self)
-        _check_xpress(self)
-        if self.method == "dspark" and self._draft and is_omni(self._target):
-            text = text_part(self._target)
-            if problem := omni_problem(self._draft, text, self.num_speculative_tokens or 0, self.model):
-                raise ValueError(problem)
+        if problem := next(_problems(self), None):
+            raise ValueError(problem)
+        _warn_of_what_has_no_effect(self)
         self.draft_model_config = _made_draft_config(self)
         return self
 
@@ -495,10 +487,10 @@ class SpeculativeConfig(ReloadableBaseModel):
                     "speculative_token_tree", f"has branches, and method={self.method!r} drafts chains; leave it out"
                 )
             drafter = TreeDrafter(drafter, parse_token_tree(tree))
-        if self.draft_max_model_len:
-            drafter = LimitedDrafter(drafter, self.draft_max_model_len, self.depth)
-        if self.spec.weights and self.draft_sample_method == "greedy":
-            drafter = ArgmaxDrafter(drafter)
+        greedy = self.spec.weights and self.draft_sample_method == "greedy"
+        if greedy or self.draft_max_model_len:
+            longest = self.draft_max_model_len and self.draft_max_model_len - self.depth
+            drafter = ServedDrafter(drafter, greedy, longest)
         return drafter
 
 
@@ -743,48 +735,37 @@ def _transformers_mtp(config: SpeculativeConfig) -> str | None:
     return "mtp"
 
 
+SUFFIX_BOUNDS = {  # field -> least and largest value; vLLM checks them for this method alone
+    "suffix_decoding_max_tree_depth": (1, MOST_DRAFTED),
+    "suffix_decoding_max_cached_requests": (0, float("inf")),
+    "suffix_decoding_max_spec_factor": (0, float("inf")),
+    "suffix_decoding_min_token_prob": (0, 1),
+}
+
+
 def _complete_lookup(config: SpeculativeConfig):
-    "The lengths of the n-grams; the numbers of suffix decoding, which vLLM checks for that method alone."
+    "The lengths of the n-grams; the numbers of suffix decoding, by which the number of tokens may be found."
     if config.use_ngram():
         low, high = config.prompt_lookup_min, config.prompt_lookup_max
         config.prompt_lookup_min, config.prompt_lookup_max = low or high or 5, high or low or 5
-        if config.prompt_lookup_min > config.prompt_lookup_max:
-            config.refuse("prompt_lookup_min", f"is more than prompt_lookup_max={high}; lower it, or raise the other")
-        return
-    if config.method != "suffix":
+    elif config.method != "suffix":
         config.prompt_lookup_min = config.prompt_lookup_max = 0  # as vLLM has it
-        return
-    bounds = {
-        "suffix_decoding_max_tree_depth": (1, MOST_DRAFTED),
-        "suffix_decoding_max_cached_requests": (0, float("inf")),
-        "suffix_decoding_max_spec_factor": (0, float("inf")),
-        "suffix_decoding_min_token_prob": (0, 1),
-    }
-    for name, (low, high) in bounds.items():
-        if not low <= getattr(config, name) <= high:
+    for name, (low, high) in SUFFIX_BOUNDS.items():
+        if config.method == "suffix" and not low <= getattr(config, name) <= high:
             end = f"to {high}" if high < float("inf") else "upwards"
             config.refuse(name, f"is out of range; write a number from {low} {end}")
-    if config.suffix_decoding_max_tree_depth == 1:
-        _warn_without_effect(
-            config, "suffix_decoding_max_tree_depth", "leaves no place for a token after a match, so nothing is drafted"
-        )
-
-
-def _warn_without_effect(config: SpeculativeConfig, name: str, why: str):
-    "Warn of a field that vLLM accepts and does not use."
-    warnings.warn(f"{name}={getattr(config, name)!r} {why}; leave it out", stacklevel=2)
 
 
 def _complete_number(config: SpeculativeConfig):
     "`num_speculative_tokens`: what is given, else what the draft's config has."
-    method, draft, version = config.method, config._draft, config.engine_version
+    method, draft = config.method, config._draft
     if config.num_speculative_tokens is None and method == "suffix":
         depth = config.suffix_decoding_max_tree_depth
         warnings.warn(
             f"num_speculative_tokens is not given; suffix decoding drafts up to its tree's depth, {depth}", stacklevel=2
         )
         config.num_speculative_tokens = depth
-    predicted = predicted_tokens(method or "", draft, version)
+    predicted = predicted_tokens(method or "", draft, config.engine_version)
     n = config.num_speculative_tokens or predicted
     if not n and (method == "dspark" or "speculators_config" in draft):
         n = default_length(draft)
@@ -829,231 +810,237 @@ def _complete_tree(config: SpeculativeConfig):
     "The token tree as text, breadth first."
     if config.speculative_token_tree is None:
         return
-    paths = parse_token_tree(config.speculative_token_tree)
-    if len(paths) != config.num_speculative_tokens:
-        config.refuse(
-            "speculative_token_tree",
-            f"has {len(paths)} tokens, num_speculative_tokens={config.num_speculative_tokens}; make them equal",
-        )
+    paths, n = parse_token_tree(config.speculative_token_tree), config.num_speculative_tokens
+    if len(paths) != n:
+        config.refuse("speculative_token_tree", f"has {len(paths)} tokens, num_speculative_tokens={n}; make them equal")
     config.speculative_token_tree = str(paths)
 
 
-def _check_schedule(config: SpeculativeConfig):
-    "Ranges of batch sizes must not overlap, and begin at 1."
-    if config.num_speculative_tokens_per_batch_size is None:
-        return
-    schedule = sorted(config.num_speculative_tokens_per_batch_size)
-    ends = [0, *(last for _, last, _ in schedule)]
-    fits = all(end < first <= last and tokens >= 0 for end, (first, last, tokens) in zip(ends, schedule))
-    if not fits or not schedule or schedule[0][0] != 1:
-        config.refuse(
-            "num_speculative_tokens_per_batch_size",
-            "must be ranges (first size, last size, tokens) that do not overlap, the first one from 1, with 0 or more "
-            "tokens; e.g. [(1, 8, 4), (9, 64, 2)]",
-        )
-
-
-def _check_drafting(config: SpeculativeConfig):
-    "Fields that only some methods read."
-    method = config.method
-    if config.parallel_drafting and config.spec.parallel is False:
-        _warn_without_effect(config, "parallel_drafting", f"is nothing that method={method!r} can do")
-    if config.draft_model_config and method == "suffix":
-        config.refuse("draft_model_config", "is of no model; leave it out")
-    for name, reader in (("index_share_for_mtp_iteration", "mtp"), ("use_heterogeneous_vocab", "draft_model")):
-        if getattr(config, name) not in (None, type(config).model_fields[name].default) and method != reader:
-            config.refuse(name, f"is for method={reader!r}, this is {method!r}; leave it out")
-    headless = method not in ("eagle", "eagle3", "mtp") or config.use_gemma4_mtp()
-    if config.draft_lm_head_quantization is not None and headless:
-        config.refuse(
-            "draft_lm_head_quantization",
-            "is for drafts that share the target's head: eagle, eagle3 and mtp (but Gemma 4's); this is "
-            f"{method!r}; leave it out",
-        )
-
-
-def _check_sampling(config: SpeculativeConfig):
-    "What needs all logits of the draft, and what needs its best token alone."
-    sampled = config.draft_sample_method == "probabilistic"
-    if config.use_heterogeneous_vocab and sampled:
-        config.refuse(
-            "use_heterogeneous_vocab",
-            "matches single tokens, so they must be drafted greedily: draft_sample_method='greedy'",
-        )
-    if not config.use_local_argmax_reduction:
-        return
-    loaded = config.spec.weights and config.method not in ("medusa", "mlp_speculator")
-    if (sampled and loaded) or not config.is_chain:
-        config.refuse(
-            "use_local_argmax_reduction",
-            "finds the best token only, so the draft must be a greedy chain: draft_sample_method='greedy', no tree",
-        )
-    if config.enable_adaptive_verification and config.method != "dspark":
-        config.refuse(
-            "enable_adaptive_verification", "needs all logits of the draft; leave out use_local_argmax_reduction"
-        )
-    if config.use_heterogeneous_vocab and not config.engine.heterogeneous_argmax:
-        config.refuse(
-            "use_local_argmax_reduction",
-            "finds the best token of the draft's vocabulary, which the target may not have: use_heterogeneous_vocab "
-            "needs all logits; leave one of them out",
-        )
-
-
 def _complete_rates(config: SpeculativeConfig):
-    "Synthetic acceptance: one rate for each draft token, from the rates or from the length."
+    "Synthetic acceptance: rates in place of a length."
     rates, length = config.synthetic_acceptance_rates, config.synthetic_acceptance_length
-    n = config.num_speculative_tokens or 0  # it was found, or refused
     if config.verification != "synthetic":
-        for name in ("synthetic_acceptance_rates", "synthetic_acceptance_length"):
-            if getattr(config, name) is not None:
-                config.refuse(
-                    name, "has no effect without rejection_sample_method='synthetic'; write that, or leave this out"
-                )
         return
-    if rates is None and length is not None:
-        rates = length_to_rates(length, n)
-    elif rates is None or length is not None:
+    if (rates is None) == (length is None):
         raise ValueError(
             "rejection_sample_method='synthetic' wants exactly one of "
             f"synthetic_acceptance_rates={rates} and synthetic_acceptance_length={length}"
         )
-    if len(rates) != n:
-        config.refuse(
-            "synthetic_acceptance_rates", f"must have one rate for each of num_speculative_tokens={n} positions"
-        )
-    try:
-        synthetic(rates)
-    except ValueError:
-        config.refuse(
-            "synthetic_acceptance_rates",
-            "must lie in [0, 1] and not increase: a position counts only where all before it were accepted",
-        )
-    config.synthetic_acceptance_rates, config.synthetic_acceptance_length = rates, None
+    if length is not None:
+        config.synthetic_acceptance_rates = length_to_rates(length, config.num_speculative_tokens or 0)
+        config.synthetic_acceptance_length = None
 
 
 def _complete_fly(config: SpeculativeConfig):
-    "FLy's window (arXiv 2511.22972): the draft must be longer."
-    n = config.num_speculative_tokens or 0
-    if config.verification != "fly":
-        for name in ("fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k"):
-            if name in config.model_fields_set:
-                _warn_without_effect(config, name, "has no effect without rejection_sample_method='fly'")
-        return
-    if config.uses_extract_hidden_states() or n < 2:
-        config.refuse(
-            "rejection_sample_method",
-            "looks at the tokens after a doubtful one, so a method must draft at least 2; "
-            f"num_speculative_tokens={n}; write 'standard'",
-        )
-    if config.fly_window_size is None:
-        config.fly_window_size = min(6, n - 1)
-    elif config.fly_window_size >= n:
-        config.refuse("fly_window_size", f"must be smaller than num_speculative_tokens={n}; lower it, or leave it out")
+    "FLy's window (arXiv 2511.22972)."
+    if config.verification == "fly" and config.fly_window_size is None:
+        config.fly_window_size = min(6, (config.num_speculative_tokens or 0) - 1)
 
 
 def _complete_devices(config: SpeculativeConfig):
-    "`draft_tensor_parallel_size`: 1 or the target's, and a divisor of the attention heads."
+    "`draft_tensor_parallel_size`: the target's, but for an MLP speculator."
     target = config.target_parallel_config
-    if target is None:
+    if target is None or not config.spec.weights or config.draft_tensor_parallel_size is not None:
         return
     size = target.tensor_parallel_size
-    if config.spec.weights and config.draft_tensor_parallel_size is None:
-        config.draft_tensor_parallel_size = 1 if config.method == "mlp_speculator" else size
-        if config.draft_tensor_parallel_size < size:
-            warnings.warn("draft_tensor_parallel_size=1: an MLP speculator runs on one device", stacklevel=2)
-    elif config.spec.weights and config.draft_tensor_parallel_size not in (1, size):
-        config.refuse("draft_tensor_parallel_size", f"must be 1 or the target's {size}")
-    devices = config.draft_parallel_config
-    medusa = config._as_medusa or config.method == "medusa"
-    owner, model = ("draft", config._draft) if config.spec.weights else ("target", config._target)
-    heads = 0 if medusa else find_field(model, "num_attention_heads", 0)
-    if devices is not None and heads % devices.tensor_parallel_size:
-        raise ValueError(
+    config.draft_tensor_parallel_size = 1 if config.method == "mlp_speculator" else size
+    if config.draft_tensor_parallel_size < size:
+        warnings.warn("draft_tensor_parallel_size=1: an MLP speculator runs on one device", stacklevel=2)
+
+
+def _problems(config: SpeculativeConfig) -> Iterator[str]:
+    "What is wrong in a config that is filled in: each a field, its value, and what to write."
+    method, spec, engine, n = config.method, config.spec, config.engine, config.num_speculative_tokens or 0
+
+    def about(name: str) -> str:
+        return f"{name}={getattr(config, name)!r}"
+
+    if config.use_ngram() and (config.prompt_lookup_min or 0) > (config.prompt_lookup_max or 0):
+        low, high = about("prompt_lookup_min"), about("prompt_lookup_max")
+        yield f"{low} is more than {high}; lower it, or raise the other"
+    if config.draft_model_config and method == "suffix":
+        yield f"{about('draft_model_config')} is of no model; leave it out"
+
+    # ---- the proposal
+    if config.num_speculative_tokens_per_batch_size is not None:
+        schedule = sorted(config.num_speculative_tokens_per_batch_size)
+        ends = [0, *(last for _, last, _ in schedule)]
+        fits = all(end < first <= last and tokens >= 0 for end, (first, last, tokens) in zip(ends, schedule))
+        if not fits or not schedule or schedule[0][0] != 1:
+            yield (
+                f"{about('num_speculative_tokens_per_batch_size')} must be ranges (first size, last size, tokens) that "
+                "do not overlap, the first one from 1, with 0 or more tokens; e.g. [(1, 8, 4), (9, 64, 2)]"
+            )
+    for name, reader in (("index_share_for_mtp_iteration", "mtp"), ("use_heterogeneous_vocab", "draft_model")):
+        if getattr(config, name) not in (None, type(config).model_fields[name].default) and method != reader:
+            yield f"{about(name)} is for method={reader!r}, this is {method!r}; leave it out"
+    headless = method not in ("eagle", "eagle3", "mtp") or config.use_gemma4_mtp()
+    if config.draft_lm_head_quantization is not None and headless:
+        yield (
+            f"{about('draft_lm_head_quantization')} is for drafts that share the target's head: eagle, eagle3 and mtp "
+            f"(but Gemma 4's); this is {method!r}; leave it out"
+        )
+
+    # ---- what needs all logits of the draft, and what needs its best token alone
+    sampled = config.draft_sample_method == "probabilistic"
+    if config.use_heterogeneous_vocab and sampled:
+        yield (
+            f"{about('use_heterogeneous_vocab')} matches single tokens, so they must be drafted greedily: "
+            "draft_sample_method='greedy'"
+        )
+    if config.use_local_argmax_reduction:
+        local = about("use_local_argmax_reduction")
+        if (sampled and spec.weights and method not in ("medusa", "mlp_speculator")) or not config.is_chain:
+            yield (
+                f"{local} finds the best token only, so the draft must be a greedy chain: "
+                "draft_sample_method='greedy', no tree"
+            )
+        if config.enable_adaptive_verification and method != "dspark":
+            yield (
+                f"{about('enable_adaptive_verification')} needs all logits of the draft; leave out "
+                "use_local_argmax_reduction"
+            )
+        if config.use_heterogeneous_vocab and not engine.heterogeneous_argmax:
+            yield (
+                f"{local} finds the best token of the draft's vocabulary, which the target may not have: "
+                "use_heterogeneous_vocab needs all logits; leave one of them out"
+            )
+
+    # ---- verification
+    rates = config.synthetic_acceptance_rates
+    if config.verification == "synthetic" and rates is not None:
+        if len(rates) != n:
+            yield (
+                f"{about('synthetic_acceptance_rates')} must have one rate for each of num_speculative_tokens={n} "
+                "positions"
+            )
+        elif not all(0 <= rate <= before for before, rate in zip([1.0, *rates], rates)):
+            yield (
+                f"{about('synthetic_acceptance_rates')} must lie in [0, 1] and not increase: a position counts only "
+                "where all before it were accepted"
+            )
+    for name in ("synthetic_acceptance_rates", "synthetic_acceptance_length"):
+        if getattr(config, name) is not None and config.verification != "synthetic":
+            yield (
+                f"{about(name)} has no effect without rejection_sample_method='synthetic'; write that, or leave this "
+                "out"
+            )
+    if config.verification == "fly":
+        if config.uses_extract_hidden_states() or n < 2:
+            yield (
+                f"{about('rejection_sample_method')} looks at the tokens after a doubtful one, so a method must draft "
+                f"at least 2; num_speculative_tokens={n}; write 'standard'"
+            )
+        elif (config.fly_window_size or 0) >= n:
+            window = about("fly_window_size")
+            yield f"{window} must be smaller than num_speculative_tokens={n}; lower it, or leave it out"
+    yield from _device_problems(config)
+    if spec.weights:
+        yield from _draft_problems(config)
+    if config._target:
+        yield from _target_problems(config)
+
+
+def _device_problems(config: SpeculativeConfig) -> Iterator[str]:
+    "Devices of the draft: one or the target's, and a divisor of the attention heads."
+    target, devices, loads = config.target_parallel_config, config.draft_parallel_config, config.spec.weights
+    if target is None or devices is None:
+        return
+    chosen, size = config.draft_tensor_parallel_size, target.tensor_parallel_size
+    if loads and chosen not in (1, size):
+        yield f"draft_tensor_parallel_size={chosen} must be 1 or the target's {size}"
+    owner, model = ("draft", config._draft) if loads else ("target", config._target)
+    has_none = config._as_medusa or config.method == "medusa"
+    heads = 0 if has_none else find_field(model, "num_attention_heads", 0)
+    if heads % devices.tensor_parallel_size:
+        yield (
             f"draft_tensor_parallel_size={devices.tensor_parallel_size}: the {owner} has {heads} attention heads, "
             "which cannot be divided by that; use a divisor"
         )
 
 
-def _check_draft(config: SpeculativeConfig):
-    "Length of the texts, and quantization, of a draft that is loaded."
-    if not config.spec.weights:
-        return
-    limits = {"draft": served_length(config._draft, config._as_medusa), "target": served_length(config._target)}
+def _draft_problems(config: SpeculativeConfig) -> Iterator[str]:
+    "A draft that is loaded: length of the texts, quantization, and fields of a single architecture."
+    method, draft, n = config.method, config._draft, config.num_speculative_tokens or 0
+    limits = {"draft": served_length(draft, config._as_medusa), "target": served_length(config._target)}
+    longest = config.max_model_len or 0
     for owner, limit in limits.items():
-        if config.max_model_len and limit and config.max_model_len > limit:
-            config.refuse("max_model_len", f"is longer than the {owner}'s {limit}; lower it, or leave it out")
-    if problem := quantization_problem(config.quantization, config._draft):
-        config.refuse("quantization", problem)
+        if limit and longest > limit:
+            yield f"max_model_len={longest} is longer than the {owner}'s {limit}; lower it, or leave it out"
+    if problem := quantization_problem(config.quantization, draft):
+        yield f"quantization={config.quantization!r} {problem}"
+
+    vocabulary = find_field(draft, "draft_vocab_size") or find_field(draft, "vocab_size", 0)
+    topk = config.dspark_draft_topk
+    if topk and method != "dspark":
+        yield f"dspark_draft_topk={topk} is for method='dspark', this is {method!r}; leave it out"
+    topk = topk or draft.get("dspark_draft_topk")
+    if topk and method == "dspark" and draft:
+        architecture = (draft.get("architectures") or [""])[0]
+        is_qwen = architecture in ("Qwen3DSparkModel", "Qwen3OmniDSparkModel") or (
+            architecture == "DSparkDraftModel" and draft.get("model_type") == "qwen3"
+        )
+        if topk > vocabulary:
+            yield f"dspark_draft_topk={topk} is more than the draft's {vocabulary} tokens; lower it"
+        if "speculators_model_type" not in draft and not is_qwen:
+            yield f"dspark_draft_topk={topk} is for Qwen3 DSpark drafts, this is {architecture}; leave it out"
+
+    topc = config.xpress_topc
+    if topc is not None and not config.is_xpress():
+        yield f"xpress_topc={topc} is for an XPress draft, and {config.model} is none; leave it out"
+    if config.is_xpress():
+        topc = draft.get("xpress_topc") if topc is None else topc
+        if topc is not None and not 0 <= topc <= vocabulary:
+            yield f"xpress_topc={topc} must lie between 0 and the draft's {vocabulary} tokens"
+        block = draft.get("xpress_block_size") or draft.get("block_size")
+        block = block or draft.get("num_speculative_steps", 15) + 1
+        if n + 1 != block:  # vLLM's kernel takes its block to be as long as the draft and the anchor
+            yield (
+                f"num_speculative_tokens={n} must be {block - 1}: vLLM reads the mixture of an XPress draft's block of "
+                f"{block} slots in strides of num_speculative_tokens + 1"
+            )
 
 
-def _check_target(config: SpeculativeConfig):
-    "Family, parts and vocabulary of the target."
+def _target_problems(config: SpeculativeConfig) -> Iterator[str]:
+    "Family, parts and vocabulary of a target that is known."
     method, target, draft = config.method, config._target, config._draft
-    if not target:
-        return
     families, kind = config.engine.aux_families, str(text_part(target).get("model_type"))
     if families and config.spec.aux and not any(name in kind for name in families):
-        raise ValueError(
+        yield (
             f"method={method!r} reads hidden states of inner layers, and {line_name(config.engine_version)} has none "
             f"of model_type={kind!r}; it can be one of {', '.join(families)}"
         )
     if method == "mtp" and target.get("model_type") == "deepseek_v41":
-        config.refuse("method", "is not what a deepseek_v41 target carries; write 'dspark'")
+        yield f"method={method!r} is not what a deepseek_v41 target carries; write 'dspark'"
     has_parts = text_part(target) is not target
     if config._as_medusa and "speculators_model_type" not in draft and has_parts and "vocab_size" not in target:
-        config.refuse(
-            "method",
-            "drafts for text models: vLLM asks the whole config of the target for its vocab_size, which is in a part; "
-            "choose another drafter",
+        yield (
+            f"method={method!r} drafts for text models: vLLM asks the whole config of the target for its vocab_size, "
+            "which is in a part; choose another drafter"
         )
     drafted, verified = find_field(draft, "vocab_size"), find_field(target, "vocab_size")
-    matched = config.use_heterogeneous_vocab or drafted in (None, verified)
-    if method == "draft_model" and not matched:
-        raise ValueError(
+    if method == "draft_model" and not config.use_heterogeneous_vocab and drafted not in (None, verified):
+        yield (
             f"model={config.model!r} has vocab_size {drafted}, the target {verified}: their token ids have different "
             "meanings; choose a draft with the target's tokenizer"
         )
+    if method == "dspark" and draft and is_omni(target):
+        problem = omni_problem(draft, text_part(target), config.num_speculative_tokens or 0, config.model)
+        yield from [problem] if problem else []
 
 
-def _drafted_words(draft: dict[str, Any]) -> int:
-    return find_field(draft, "draft_vocab_size") or find_field(draft, "vocab_size", 0)
-
-
-def _check_dspark_topk(config: SpeculativeConfig):
-    topk, draft = config.dspark_draft_topk, config._draft
-    if topk and config.method != "dspark" and config.spec.weights:
-        raise ValueError(f"dspark_draft_topk={topk} is for method='dspark', this is {config.method!r}; leave it out")
-    topk = topk or draft.get("dspark_draft_topk")
-    if not topk or config.method != "dspark" or not draft:
-        return
-    if topk > _drafted_words(draft):
-        raise ValueError(f"dspark_draft_topk={topk} is more than the draft's {_drafted_words(draft)} tokens; lower it")
-    architecture = (draft.get("architectures") or [""])[0]
-    plain = architecture == "DSparkDraftModel" and draft.get("model_type") == "qwen3"
-    ours = "speculators_model_type" in draft
-    if not (ours or plain or architecture in ("Qwen3DSparkModel", "Qwen3OmniDSparkModel")):
-        raise ValueError(f"dspark_draft_topk={topk} is for Qwen3 DSpark drafts, this is {architecture}; leave it out")
-
-
-def _check_xpress(config: SpeculativeConfig):
-    "An XPress draft has one length: vLLM's kernel takes its block to be as long as the draft and the anchor."
-    topc, draft = config.xpress_topc, config._draft
-    if not config.is_xpress():
-        if topc is not None and config.spec.weights:
-            raise ValueError(f"xpress_topc={topc} is for an XPress draft, and {config.model} is none; leave it out")
-        return
-    topc = draft.get("xpress_topc") if topc is None else topc
-    if topc is not None and not 0 <= topc <= _drafted_words(draft):
-        raise ValueError(f"xpress_topc={topc} must lie between 0 and the draft's {_drafted_words(draft)} tokens")
-    block = draft.get("xpress_block_size") or draft.get("block_size")
-    block = block or draft.get("num_speculative_steps", 15) + 1
-    if (config.num_speculative_tokens or 0) + 1 != block:
-        config.refuse(
-            "num_speculative_tokens",
-            f"must be {block - 1}: vLLM reads the mixture of an XPress draft's block of {block} slots in strides of "
-            "num_speculative_tokens + 1",
-        )
+def _warn_of_what_has_no_effect(config: SpeculativeConfig):
+    "Warn of fields that vLLM accepts and does not use."
+    useless = {}
+    if config.parallel_drafting and config.spec.parallel is False:
+        useless["parallel_drafting"] = f"is nothing that method={config.method!r} can do"
+    if config.method == "suffix" and config.suffix_decoding_max_tree_depth == 1:
+        useless["suffix_decoding_max_tree_depth"] = "leaves no place for a token after a match, so nothing is drafted"
+    if config.verification != "fly":
+        fly_fields = {name for name in config._given if name.startswith("fly_")}
+        useless |= dict.fromkeys(sorted(fly_fields), "has no effect without rejection_sample_method='fly'")
+    for name, why in useless.items():
+        warnings.warn(f"{name}={getattr(config, name)!r} {why}; leave it out", stacklevel=2)
 
 
 def _made_draft_config(config: SpeculativeConfig) -> dict[str, Any] | None:
@@ -1141,51 +1128,36 @@ def _stated_draft_config(config: SpeculativeConfig) -> dict[str, Any] | None:
 # ---- the drafter on our decoder
 
 
-class WrappedDrafter:
-    "Another drafter, with one thing changed."
+class ServedDrafter:
+    """Another drafter as an engine runs it: greedily where its config says so, and only for texts that end within its
+    context, draft included; a longer one is decoded without drafts (vLLM 0.32, v1/worker/gpu_model_runner.py)."""
 
-    def __init__(self, drafter: Drafter):
-        self.drafter = drafter
+    def __init__(self, drafter: Drafter, greedy: bool = False, longest: int | None = None):
+        """greedy: its most likely tokens at every temperature, a point mass and not a sample; longest: a text, in
+        tokens, that is still drafted for; None: any."""
+        self.drafter, self.greedy, self.longest = drafter, greedy, longest
         self.aux_layer_ids: Sequence[int] = drafter.aux_layer_ids
 
     def __copy__(self):
-        other = object.__new__(type(self))
-        other.__dict__ = self.__dict__ | {"drafter": copy.copy(self.drafter)}
-        return other
+        return type(self)(copy.copy(self.drafter), self.greedy, self.longest)
+
+    def __getattr__(self, name):
+        return getattr(self.drafter, name)  # trained length, finish
 
     def reset(self) -> None:
         "Start a new request."
         self.drafter.reset()
 
-    def __getattr__(self, name):
-        return getattr(self.drafter, name)  # trained length, finish
-
-
-class ArgmaxDrafter(WrappedDrafter):
-    "Another drafter's most likely tokens at every temperature: a point mass, not a sample."
-
     def propose(self, tokens: Tensor, features: Tensor | None, k: int, sampling: Sampling) -> TokenTree:
-        """Draft greedily, without probabilities, whatever the sampling: tokens [n] are all decided ones, features
-        [m, A·H] the hidden states that are new since the last call."""
+        """Draft for tokens [n], which are all decided, with the hidden states [m, A·H] that are new since the last
+        call; nothing once the text is too long."""
+        if self.longest is not None and len(tokens) > self.longest:
+            return TokenTree.chain(tokens[:0])
+        if not self.greedy:
+            return self.drafter.propose(tokens, features, k, sampling)
         tree = copy.copy(self.drafter.propose(tokens, features, k, Sampling()))
         tree.probs = None
         return tree
-
-
-class LimitedDrafter(WrappedDrafter):
-    """Another drafter, for texts that end within its context, draft included. A longer text is decoded without drafts
-    (vLLM 0.32, v1/worker/gpu_model_runner.py)."""
-
-    def __init__(self, drafter: Drafter, longest: int, depth: int):
-        "longest: a text with its draft, in tokens; depth: of a draft, whatever is left to write."
-        super().__init__(drafter)
-        self.longest = longest - depth
-
-    def propose(self, tokens: Tensor, features: Tensor | None, k: int, sampling: Sampling) -> TokenTree:
-        "Draft, or nothing once the text is too long."
-        if len(tokens) > self.longest:
-            return TokenTree.chain(tokens[:0])
-        return self.drafter.propose(tokens, features, k, sampling)
 
 
 def _plain_drafter(config: SpeculativeConfig, verifier: Verifier) -> Any:

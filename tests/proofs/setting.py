@@ -24,7 +24,7 @@ from speculators_nb.evaluate.when_to_stop import LengthByConfidence, StoppingDra
 from speculators_nb.lab.experiment import CONTENDERS, heldout_prompts, train_equally
 from speculators_nb.lab.shipped import read_corpus
 from speculators_nb.models.base import SpeculatorModel
-from speculators_nb.serve.speculative_config import ArgmaxDrafter
+from speculators_nb.serve.speculative_config import ServedDrafter
 from speculators_nb.verifier.tapped_model import Verifier
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +64,7 @@ def make(name, drafters, verifier):
         return SuffixDrafter(max_requests=50)
     drafter = draft_model(verifier) if base == "draft-model" else drafters[base]
     if kind == "argmax":
-        return ArgmaxDrafter(drafter)
+        return ServedDrafter(drafter, greedy=True)
     if kind == "stopping":
         return StoppingDrafter(drafter, LengthByConfidence(step_costs(3, 0.2)))
     if kind == "greedy+1":
