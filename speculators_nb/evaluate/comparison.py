@@ -214,7 +214,9 @@ def compare_runs(runs: Mapping[str, Run]) -> Comparison:
         raise ValueError("runs is empty: give a name and an evaluation, or its folder, for each")
     in_process = all(map(_is_in_process, runs.values()))
     found = {
-        name: _read_in_process(run) if in_process and not isinstance(run, Evaluation) else read_any_run(run)
+        name: read_any_run(run)
+        if isinstance(run, Evaluation | EngineEvaluation) or not in_process
+        else _read_in_process(run)
         for name, run in runs.items()
     }
     tables = []

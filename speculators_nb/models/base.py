@@ -451,17 +451,17 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
             given = config is not None or state_dict is not None
             if verifier and path is not None and not given and is_foreign(path):
                 import_models()
-                config, state = FOREIGN[0](path, verifier)
+                drafter_config, state = FOREIGN[0](path, verifier)
             else:
-                config, state = stored_config(path, config), state_dict
+                drafter_config, state = stored_config(path, config), state_dict
                 if state is None:
                     if path is None:
                         raise ValueError(
-                            f"from_pretrained got a {type(config).__name__} alone; give the path or the state_dict of "
-                            "a drafter too, or make a fresh one by its class: Class(config)"
+                            f"from_pretrained got a {type(drafter_config).__name__} alone; give the path or the "
+                            "state_dict of a drafter too, or make a fresh one by its class: Class(config)"
                         )
                     state = stored_state(path, use_safetensors)
-            klass = cls.registered_model_class_from_config(config)
+            klass = cls.registered_model_class_from_config(drafter_config)
             if not issubclass(klass, cls):
                 raise ValueError(
                     f"{str(path)!r} is a {klass.__name__}, not a {cls.__name__}; use SpeculatorModel.from_pretrained"
@@ -469,10 +469,10 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
             if ignore_mismatched_sizes:
                 if t2d is not None and d2t is not None:
                     state = {**state, "t2d": t2d, "d2t": d2t}
-                state = klass(config)._with_first_weights(state, path)
+                state = klass(drafter_config)._with_first_weights(state, path)
             with torch.device("meta"):  # checked before memory is taken
-                klass(config).check_state(state, path)
-            model = klass(config)
+                klass(drafter_config).check_state(state, path)
+            model = klass(drafter_config)
             model.load_state_dict(dict(state), strict=False)
             if adapter is not None:
                 with hub_access(revision="main"):  # it is another model
