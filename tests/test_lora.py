@@ -141,6 +141,13 @@ def test_a_run_that_replaces_one_of_an_adapter_leaves_no_adapter(tmp_path):
     assert not (tmp_path / "adapter").exists()
 
 
+def test_a_folder_of_others_beside_a_first_run_stays(tmp_path):
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/notes.txt").write_text("mine")
+    trained(RELEASE / "features", tmp_path, lora_rank=None)
+    assert (tmp_path / "adapter/notes.txt").read_text() == "mine"
+
+
 def test_adapters_are_switched_in_memory(tmp_path):
     model, texts = drafter("eagle3", "llama"), {}
     for domain, seed in (("code", 3), ("table", 4)):

@@ -102,7 +102,7 @@ def add_adapter(
     base: str | os.PathLike = "",  # the model's folder or hub id, for the record
 ) -> None:
     """Train a low-rank difference to some weights and nothing else. Errors: ValueError where
-    the rank is not below the sides of every matrix, or there is nothing to adapt."""
+    the rank is below the shorter side of none of the matrices, or there is none."""
     alpha, names = float(alpha or 2 * rank), list(names)
     sides = [min(model.get_submodule(name).weight.shape) for name in names]
     if not 0 < rank < max(sides, default=1):

@@ -233,7 +233,7 @@ class WholeCheckpoints(Trainer):
             write_record(folder, record)
             if checkpoint:
                 write_record(checkpoint, record)  # one of release 0.1 had none
-            else:  # an adapter of the run that this one replaces
+            elif is_trained(folder):  # an adapter of the run that this one replaces
                 shutil.rmtree(Path(folder) / "adapter", ignore_errors=True)
         try:
             return super().train(resume_from_checkpoint=checkpoint, **kwargs)
