@@ -541,10 +541,15 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
 
     @classmethod
     def forward_arguments(cls) -> dict[str, Any]:  # argument -> default
-        "The training arguments that `forward` takes."
+        "The training arguments that `forward` takes, and that of its base where it passes `**kwargs` on."
         argument_of = {parameter: name for name, parameter in cls.forward_names.items()}
-        parameters = inspect.signature(getattr(cls, cls.training_forward)).parameters.values()
-        defaults = {argument_of.get(p.name, p.name): p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        defaults: dict[str, Any] = {}
+        for forward in (vars(c)[cls.training_forward] for c in cls.__mro__ if cls.training_forward in vars(c)):
+            parameters = inspect.signature(forward).parameters.values()
+            own = {argument_of.get(p.name, p.name): p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+            defaults = own | defaults
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
         return {name: cls.training_defaults.get(name, old) for name, old in defaults.items()}
 
     @classmethod

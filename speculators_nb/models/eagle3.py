@@ -645,7 +645,8 @@ class Eagle3DraftModel(TrainingTimeTest):
                 hidden = steps.keep(t + 1, normed if self.config.norm_output else hidden)
                 if own_tokens is not None:
                     embeds = self.embed_tokens(own_tokens(steps.keep(t + 1, normed)))
-                else:  # rows beyond the text carry no loss; `take_rows` wants different rows
+                else:
+                    # beyond the text indices wrap around: no loss there, and rows stay distinct
                     embeds = take_embeds(text, (steps.rows[t + 1] + t + 1) % len(ids))
         else:
             at = [rows.nonzero()[:, 0].to(device) for rows in counted]

@@ -618,7 +618,10 @@ def key_prefix(
     """The one range of the first L keys that each query attends to.
     Errors: ValueError for a mask whose ranges are not known, or leave a gap there."""
     if mask.ranges is None:
-        raise ValueError("this mask has no key ranges; use `attention`, which needs none")
+        raise ValueError(
+            "this mask has no key ranges; join masks of nn.attention by & or |, or compute by "
+            "the definition, which needs none (`attention`, of a drafter `lean=False`)"
+        )
     pieces = disjoint(mask.ranges(q, length), length)
     used = pieces.stop > pieces.first
     first = torch.where(used, pieces.first, length).amin(-1)
