@@ -272,7 +272,7 @@ def test_the_command_asks_for_the_last_layer_too(tmp_path, monkeypatch):
     make_verifier(tmp_path / "verifier")
     rows = make_rows(3)
     monkeypatch.setattr(data_commands, "open_tokenizer", lambda *_: None)
-    monkeypatch.setattr(data_commands, "_rows", lambda *_: rows)
+    monkeypatch.setattr(data_commands, "prepare", lambda *_, **__: rows)
     with Fake(tmp_path / "storage") as fake:
         given = str(tmp_path / "verifier"), "rows", tmp_path / "features", "vllm", fake.url, fake.storage
         found = data_commands.features(*given, aux_layer_ids=LAYERS[:-1], dtype="float32")

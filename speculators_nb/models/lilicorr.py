@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..core.config import SpeculatorModelConfig
 from ..core.options import RULES, number, switches, whole
@@ -156,7 +157,7 @@ def two_layers(size: int, wide: int, out: int) -> nn.Sequential:
     return nn.Sequential(OrderedDict(parts))
 
 
-class LatticeLayer(nn.Module):
+class LatticeLayer(GradientCheckpointingLayer):
     "Attention of all cells of a lattice to each other, and an MLP."
 
     def __init__(self, width: int, num_heads: int, mlp_ratio: float, eps: float):
@@ -413,6 +414,7 @@ class LiLiCorrDraftModel(DFlashDraftModel):
         hidden = states.hidden[:, self.config.first_slot :]
         return self.lattice(hidden, context[in_front], has_context, chunk)
 
+    @torch.no_grad()
     def draft_tokens(self, states: BlockStates) -> Tensor:  # [1, A·B] int64
         "The greedy path; in front of the slots that predict, the likeliest tokens."
         ids, scores = self.training_lattice(states)
