@@ -188,7 +188,7 @@ def test_earlier_samples_are_every_second_one(verifier):
         (dict(total_seq_len=0), "total_seq_len"),
     ],
 )
-def test_what_cannot_be_is_named(given, words):
+def test_what_cannot_be_is_named(given, words, verifier):
     model = new_drafter("eagle3", PATH, **arguments("eagle3"))
     with pytest.raises(ValueError, match=words):
         OnlineDrafter(model, **given)
@@ -196,3 +196,5 @@ def test_what_cannot_be_is_named(given, words):
         OnlineDrafter(model).learn()
     with pytest.raises(ValueError, match="rejected_weight=1.0: is for blocks .*, and this is eagle3"):
         OnlineDrafter(model, rejected_weight=1.0)
+    with pytest.raises(ValueError, match="verifier: is asked for rejected_weight alone"):
+        OnlineDrafter(model, verifier=verifier)

@@ -153,6 +153,11 @@ class OnlineDrafter:
                 f"rejected_weight={rejected_weight}: is for blocks whose slots read no drafted "
                 f"token, and this is {model.config.speculators_model_type}; leave it out"
             )
+        if verifier is not None and not rejected_weight:
+            raise ValueError(
+                "verifier: is asked for rejected_weight alone, which is 0; give a weight, or "
+                "leave the verifier out"
+            )
         self.rejected_weight, self.verifier = rejected_weight, verifier
         read, last = tuple(self.drafter.aux_layer_ids), model.verifier_layers
         self.aux_layer_ids = read if last in read else (*read, last)
