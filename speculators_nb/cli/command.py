@@ -208,9 +208,10 @@ class Program(TyperGroup):
             except BrokenPipeError:
                 raise
             except OSError as e:  # a disk that refuses the output
-                code = code or 2
                 self.drop_output()
-                typer.echo(f"Error: standard output: {failure(e)[0]}", err=True)
+                if not code:  # else it has been said
+                    typer.echo(f"Error: standard output: {failure(e)[0]}", err=True)
+                code = code or 2
         except BrokenPipeError:  # the reader of the output (`head`, for example) has ended
             self.drop_output()
             code = 1
