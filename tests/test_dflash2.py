@@ -9,6 +9,7 @@ import torch
 from blocks import (
     V,
     check_checkpoints,
+    check_grown_nodes,
     check_lean,
     check_pairs,
     picker,
@@ -25,7 +26,6 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, Qwen3Config
 
 from speculators_nb.decode.tree import Sampling
-from speculators_nb.decode.tree_growth import dynamic_tree, static_tree
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.dflash import BlockStates, DFlashDraftModel, DFlashSpeculatorConfig
 from speculators_nb.models.dflash2 import (
@@ -289,27 +289,7 @@ def test_a_node_has_the_row_behind_its_token(seed):
     "Every path of a grown tree is a chain's: its rows are those of training's pass on that path."
     fixed = dict(block_size=4, selector_top_k=4, sample_from_anchor=seed % 2 == 0)
     drafter, tokens, features = drafting_case(60 + seed, **fixed)
-    depth, found = 3, {}
-    with torch.inference_mode(), drafter.grow(tokens, features[6:], depth) as next_log_probs:
-
-        def recorded(nodes, *tree):
-            of_nodes = next_log_probs(nodes, *tree)
-            found.update(zip(nodes.tolist(), of_nodes))
-            return of_nodes
-
-        tree = static_tree(recorded, 3, 2, depth)
-    rows = torch.stack([found[node] for node in range(-1, 9)])  # the leaves are as deep as the block
-    assert len(tree) == 3 + 6 + 12
-    for path in tree.paths():
-        words = tree.tokens[path]
-        want = block_rows(drafter.model, torch.cat([tokens, words]), features, 11, depth)
-        got = rows[[0, *(node + 1 for node in path[:-1])]].exp()
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
-    assert tree.parent_of[:3] == [-1] * 3 and (rows[1].exp() - rows[2].exp()).abs().sum() > 1e-3
-    assert (rows.isinf().sum(-1) == 26).all()
-    with torch.inference_mode(), drafter.grow(tokens, features[11:], depth) as next_log_probs:
-        grown = dynamic_tree(next_log_probs, top_k=6, depth=3, total_tokens=40).tree  # more than there are candidates
-    assert 4 < len(grown) <= 40
+    check_grown_nodes(drafter, tokens, features, block_rows)
 
 
 def test_pairs_follow_the_distribution():

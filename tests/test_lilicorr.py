@@ -7,6 +7,7 @@ import pytest
 import torch
 from blocks import (
     V,
+    check_grown_nodes,
     check_lean,
     check_pairs,
     fresh,
@@ -28,7 +29,6 @@ from transformers import Qwen3Config
 
 from speculators_nb.decode.generate import generate
 from speculators_nb.decode.tree import Sampling
-from speculators_nb.decode.tree_growth import dynamic_tree, static_tree
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.convert import export_native
 from speculators_nb.models.formats_dflash import SEQUENTIAL_NAMES
@@ -357,26 +357,7 @@ def test_a_node_has_the_row_behind_its_token(seed):
     "Every path of a grown tree is a chain's: its rows are those of training's pass on that path."
     fixed = dict(block_size=4, lilicorr_candidate_topk=4, sample_from_anchor=seed % 2 == 0)
     drafter, tokens, features = drafting_case(60 + seed, **fixed)
-    depth, found = 3, {}
-    with torch.inference_mode(), drafter.grow(tokens, features[6:], depth) as next_log_probs:
-
-        def recorded(nodes, *tree):
-            of_nodes = next_log_probs(nodes, *tree)
-            found.update(zip(nodes.tolist(), of_nodes))
-            return of_nodes
-
-        tree = static_tree(recorded, 3, 2, depth)
-    rows = torch.stack([found[node] for node in range(-1, 9)])  # the leaves are as deep as the block
-    for path in tree.paths():
-        words = tree.tokens[path]
-        want = block_rows(drafter.model, torch.cat([tokens, words]), features, 11, depth)
-        got = rows[[0, *(node + 1 for node in path[:-1])]].exp()
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
-    assert (rows[1].exp() - rows[2].exp()).abs().sum() > 1e-3
-    assert (rows.isinf().sum(-1) == 26).all()
-    with torch.inference_mode(), drafter.grow(tokens, features[11:], depth) as next_log_probs:
-        grown = dynamic_tree(next_log_probs, top_k=6, depth=3, total_tokens=40).tree  # more than there are candidates
-    assert 4 < len(grown) <= 40
+    check_grown_nodes(drafter, tokens, features, block_rows)
 
 
 def test_pairs_follow_the_distribution():

@@ -1,7 +1,7 @@
 """An adapter of low rank for each domain against training all weights on it: acceptance there and elsewhere, bytes.
 
-    python benchmarks/adapters/run.py rates     which learning rate suits each variant; a quarter of an hour of one core
-    python benchmarks/adapters/run.py           the comparison; half an hour of one core
+    python benchmarks/adapters/run.py rates     which learning rate suits each variant; minutes of one core
+    python benchmarks/adapters/run.py           the comparison; a quarter of an hour of one core
 
 A drafter is trained for the tiny verifier on its 1,000 shipped answers of six domains. Then it is trained for as many
 steps again, on the 167 answers of one domain:

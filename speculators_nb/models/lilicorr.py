@@ -35,9 +35,10 @@ from speculators_nb.models.dflash import (
 from speculators_nb.models.dflash2 import (
     ConvolvedLayer,
     DFlash2DraftModel,
-    SlotConvolution,
+    check_candidates,
     check_convolutions,
     drafts_all_slots,
+    reset_convolutions,
 )
 from .drafting import PathDrafter, PathHead
 from .formats import save_native
@@ -373,16 +374,9 @@ class LiLiCorrDraftModel(DFlashDraftModel):
     }
 
     def __init__(self, config: LiLiCorrSpeculatorConfig):
-        vocab_size = config.transformer_layer_config.vocab_size
-        if config.draft_vocab_size != vocab_size:
-            raise ValueError(
-                f"draft_vocab_size={config.draft_vocab_size} of {vocab_size}: candidates are "
-                "tokens of the verifier's whole vocabulary, leave draft_vocab_size out"
-            )
+        check_candidates(config)
         super().__init__(config)
-        for module in self.modules():
-            if isinstance(module, SlotConvolution):
-                module.reset()  # the base class has drawn all linear maps anew
+        reset_convolutions(self)
         self.lilicorr = LatticeScorer(config)
 
     def draft_layer(self, index: int) -> DecoderLayer:
