@@ -37,7 +37,7 @@ DRAFT_VOCAB = 32000
 WHOLE = ("dflash2", "lilicorr")  # its selector knows every token
 LAYERS = dict(peagle=4, dflash=5, dflash2=5, domino=5, dspark=5, lilicorr=5, xpress=5)  # else 1
 FOR_GEMMA = {"query_only"}  # served for another family than the table's
-SHARED = ("embed_tokens", "lm_head", "verifier_lm_head", "target_head")  # where frozen: the verifier's, or rows of it
+SHARED = ("embed_tokens", "lm_head", "verifier_lm_head")  # where frozen: the verifier's, or rows of it
 VERSIONS = ("0.32", "0.33")  # of vLLM
 CONVERSATIONS = (5_000, 50_000, 500_000)
 TOKENS, ROW = 1024, 8192  # of a conversation, of a packed row
@@ -59,7 +59,8 @@ def drafter_sizes(kind, verifier):
         given |= dict(draft_vocab_size=DRAFT_VOCAB)
     model = empty_drafter(kind, VerifierInfo.of(verifier), family, layers, **given)
     named = list(model.named_parameters())
-    own = sum(p.numel() for name, p in named if p.requires_grad or not name.startswith(SHARED))
+    of_verifier = (*SHARED, *model.not_saved)
+    own = sum(p.numel() for name, p in named if p.requires_grad or not name.startswith(of_verifier))
     reduced = getattr(model.config, "draft_vocab_size", config.vocab_size) < config.vocab_size
     head = DRAFT_VOCAB * config.hidden_size if reduced else 0
     # which states it reads, and whether it grows trees: the same at every size
