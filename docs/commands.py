@@ -13,9 +13,10 @@ from pathlib import Path
 
 import typer
 
+from speculators_nb.cli.command import drafter_options, takes_training_arguments
 from speculators_nb.cli.main import app
 from speculators_nb.cli.recipe import recipe_path
-from speculators_nb.core.options import check_options, range_of, rule_of
+from speculators_nb.core.options import check_options, range_of, rule_of, shipped_drafters
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = app.info.name
@@ -172,6 +173,16 @@ def option_tables(name):
     return parts
 
 
+def further_options(name):
+    "What `train` takes beside its own options: those of each drafter."
+    if not takes_training_arguments(inspect.signature(app.functions[name]).parameters, name):
+        return []
+    rows = [[drafter, " ".join(f"`{o}`" for o in drafter_options(drafter))] for drafter in shipped_drafters()]
+    fields = "fields of `transformers.TrainingArguments`, such as `--warmup-steps 100`"
+    text = f"Those of a drafter (behind = is the default), and {fields}.\n"
+    return ["## Further options\n", text, table(["algorithm", "options"], rows)]
+
+
 def written(name):
     "What is there afterwards."
     comments, output = app.functions[name].comments, app.outputs[name]
@@ -194,7 +205,7 @@ def page(name):
     parts = [f"# {PROGRAM} {name}\n", f"> {command.help}\n", f"```bash\n{PROGRAM} {name} {usage}\n```\n"]
     parts += ["For example:\n", f"```bash\n{shlex.join(example(name))}\n```\n"]
     parts += ["## Arguments\n", table(["argument", "what it is", "values"], arguments)] if arguments else []
-    parts += option_tables(name)
+    parts += option_tables(name) + further_options(name)
     parts += ["## What it writes\n", "\n".join(written(name)) + "\n"]
     parts += ["## Exit status\n", table(["status", "meaning"], sorted(statuses.items()))]
     parts += ["## Read on\n", f"- The function {{py:obj}}`{function.__module__}.{function.__name__}`: {shown}"]

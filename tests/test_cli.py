@@ -22,8 +22,9 @@ from typer.testing import CliRunner
 import speculators_nb
 from speculators_nb.cli import drafter_commands as drafter_steps
 from speculators_nb.cli import main as cli
-from speculators_nb.cli.command import command, library, new_app
+from speculators_nb.cli.command import command, drafter_options, further_options, library, new_app
 from speculators_nb.cli.recipe import read_sections
+from speculators_nb.core.options import shipped_drafters
 from speculators_nb.core.provenance import read_provenance
 from speculators_nb.data.sources import read_conversations
 from speculators_nb.serve.server import free_port
@@ -349,6 +350,19 @@ def test_any_training_argument_is_an_option(features, tmp_path):
     wanted = {"max_steps=1", "remove_unused_columns=false", "disable_tqdm=true", "ttt_steps=2"}
     assert set(written) == wanted
     one_line(run("train", features, tmp_path / "e", "--tt-steps", 2), "--tt-steps: train has no such option")
+
+
+def test_help_names_the_training_arguments_without_an_option():
+    """It says how they are listed; the line that it lists can be typed."""
+    said = " ".join(run("train", "--help").output.split())
+    assert "listed by `train --algorithm NAME --help`" in said and "TrainingArguments" in said
+    for algorithm in shipped_drafters():
+        options = drafter_options(algorithm)
+        assert " ".join(options) in " ".join(run("train", "--algorithm", algorithm, "-h").output.split()), algorithm
+        given = further_options([option if "=" in option else f"{option}=1" for option in options], known=set())
+        assert given[::2] == ["--extra"] * len(options)
+    assert {"--ttt-steps=3", "--loss-fn=kl_div", "--step-weights", "--draft-config"} <= set(drafter_options("eagle3"))
+    assert "Further options" not in run("serve", "--help").output
 
 
 def test_short_help_and_version():

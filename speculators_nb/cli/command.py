@@ -9,6 +9,7 @@ import inspect
 import json
 import logging
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ from typer.models import OptionInfo
 import speculators_nb
 
 from ..core import files
-from ..core.options import RULES, check_options, near, printable, rule_of, shown, typed
+from ..core.options import RULES, algorithms, check_options, near, printable, rule_of, shown, typed
 from ..core.provenance import hide_secrets, without_secrets
 from ..verifier.folders import refuse_model
 from .inputs import check_inputs
@@ -157,7 +158,7 @@ def failure(e: Exception) -> tuple[str, int]:
     return text, code
 
 
-def _takes_training_arguments(names, command):
+def takes_training_arguments(names, command):
     "Whether `--extra` of a command, of whose parameters these are the names, gives arguments of training."
     return "extra" in names and rule_of("extra", command) is RULES["extra"]
 
@@ -171,7 +172,7 @@ def usage(e: Any) -> str:  # one line
         name = e.option_name.lstrip("-").partition("=")[0].replace("-", "_")
         meant = near(e.option_name, [f"--{p.replace('_', '-')}" for p in takes])
         extra = rule_of("extra", command) if "extra" in takes else None
-        if _takes_training_arguments(takes, command) and name in RULES:
+        if takes_training_arguments(takes, command) and name in RULES:
             meant = f"write --extra {name}={RULES[name].example}"
         elif extra and not meant.startswith("Did"):
             meant = f"another argument is given by --extra, e.g. --extra={extra.example}"
@@ -393,7 +394,7 @@ def _shell_parameters(function, command) -> list[inspect.Parameter]:
             add(f"{name}_", kind | None, typer.Option(flag, hidden=True, **reader))
     if loads_drafters(function):
         comment = "Module or .py file that registers drafters of your own (repeatable)."
-        if _takes_training_arguments(takes, command):
+        if takes_training_arguments(takes, command):
             comment += " An argument of such a drafter is given by --extra NAME=VALUE."
         add("import_", list[str] | None, typer.Option("--import", metavar="MODULE", show_default=False, help=comment))
     if "recipe" not in takes:
@@ -425,6 +426,30 @@ def further_options(args: list[str], known: set[str]) -> list[str]:
     return out
 
 
+def drafter_options(algorithm: str) -> list[str]:
+    "What `train` takes for a drafter and has no option for, as it is typed: `--ttt-steps=3` where 3 is the default."
+    from ..models.base import SpeculatorModel  # here: torch
+    from ..train.train_drafter import LAYER_ARGUMENTS
+
+    drafter = SpeculatorModel.registered_class(algorithm)
+    defaults = drafter.training_arguments() | dict.fromkeys(() if drafter.fixed_layers else LAYER_ARGUMENTS)
+    defaults.pop("target_layer_ids", None)  # --aux-layer-ids
+    options = []
+    for name, value in defaults.items():
+        flag, value = f"--{name.replace('_', '-')}", str(value).lower() if isinstance(value, bool) else value
+        options.append(flag if value is None else f"{flag}={shlex.quote(str(value))}")
+    return options
+
+
+def further_help(line: str) -> str:
+    "What the help of `train` says of options beside its own; those of a drafter where the line names an algorithm."
+    named = re.search(r"--algorithm[ =](\S+)", line)
+    fields = "fields of transformers.TrainingArguments, such as --warmup-steps 100"
+    if named and named[1] in algorithms():
+        return f"Further options, of {named[1]} (behind = is the default): {' '.join(drafter_options(named[1]))}. And {fields}."
+    return f"Further options: those of a drafter, listed by `train --algorithm NAME --help`, and {fields}."
+
+
 class ShellCommand(TyperCommand):
     "Its help shows what it cannot do without as required, though a recipe may give it."
 
@@ -438,8 +463,11 @@ class ShellCommand(TyperCommand):
 
     def parse_args(self, ctx, args):
         known = {flag for p in self.params for flag in (*p.opts, *p.secondary_opts)}
-        takes = _takes_training_arguments([p.name for p in self.params], self.name or "")
-        return super().parse_args(ctx, further_options(args, known) if takes else args)
+        if takes_training_arguments([p.name for p in self.params], self.name or ""):
+            if {"-h", "--help"} & {*args}:
+                self.epilog = further_help(" ".join(args))
+            args = further_options(args, known)
+        return super().parse_args(ctx, args)
 
     def format_help(self, ctx, formatter):
         shown = [p for p in self.params if p.name in self.needed]
