@@ -1,5 +1,7 @@
 "Masks: every factory against a triple loop written from its sentence; algebra; block counts; flex attention."
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from speculators_nb.nn.attention import (
     anchored_blocks,
     causal,
     itself,
+    key_prefix,
     repeated_diagonal,
     rollouts,
     same_document,
@@ -156,3 +159,19 @@ def test_errors_and_drawing():
     axes = figure.axes[0]
     assert (axes.get_title("left"), axes.get_xlabel(), axes.get_ylabel()) == ("t", "x", "y")
     assert len(axes.lines) == 4  # two borders, each a row line and a column line
+
+
+@quick
+@given(packings, windows, st.integers(0, 2**31))
+def test_a_mask_without_ranges_has_the_prefix_of_its_predicate(ids, window, seed):
+    "A mask of one's own; with ranges or without, each query has the same keys."
+    mask, rows = ttt(torch.tensor(ids), len(ids), window), random_rows(ids, seed)[0]
+    prefixes = [key_prefix(m, rows[:, None], len(ids)) for m in (mask, replace(mask, ranges=None))]
+    key = torch.arange(len(ids))
+    inside = [(key >= first[..., None]) & (key < stop[..., None]) for first, stop in prefixes]
+    assert torch.equal(*inside) and torch.equal(inside[0][:, 0], mask.dense(len(ids), len(ids))[rows])
+
+
+def test_a_gap_is_named():
+    with pytest.raises(ValueError, match="leaves a gap .* attn_impl='blocked'"):
+        key_prefix(Mask(lambda b, h, q, kv: kv % 2 == 0), torch.arange(4), 4)

@@ -615,21 +615,24 @@ def key_prefix(
     q: Tensor,  # [...] int64, queries of the mask
     length: int,  # L: of the keys 0 … L-1
 ) -> KeyRange:  # of tensors like q
-    """The one range of the first L keys that each query attends to.
-    Errors: ValueError for a mask whose ranges are not known, or leave a gap there."""
+    """The one range of the first L keys that each query attends to, of a mask without ranges by
+    its predicate, for every pair. Errors: ValueError for a mask that leaves a gap there."""
     if mask.ranges is None:
-        raise ValueError(
-            "this mask has no key ranges; join masks of nn.attention by & or |, or compute by "
-            "the definition, which needs none (`attention`, of a drafter `lean=False`)"
-        )
-    pieces = disjoint(mask.ranges(q, length), length)
+        key = torch.arange(length, device=q.device)
+        pieces = KeyRange(key, key + mask.at(q[..., None], key))  # one for each key
+    else:
+        pieces = disjoint(mask.ranges(q, length), length)
     used = pieces.stop > pieces.first
     first = torch.where(used, pieces.first, length).amin(-1)
     first = torch.where(used.any(-1), first, pieces.first[..., 0])
     stop = torch.maximum(first, torch.where(used, pieces.stop, 0).amax(-1))
     gap = stop - first - (pieces.stop - pieces.first).sum(-1)
-    if not gap.is_cuda and gap.any():  # on CUDA, the host would wait for the answer
-        raise ValueError("this mask leaves a gap between its keys; use `attention`")
+    # on CUDA, the host would wait for the answer
+    if (mask.ranges is None or not gap.is_cuda) and gap.any():
+        raise ValueError(
+            "this mask leaves a gap between a query's keys, and attn_impl='blocked' takes one "
+            "range; train on CUDA, with flex, or compute by the definition (lean=False)"
+        )
     return KeyRange(first, stop)
 
 # %% ../../nbs/nn/02_attention.ipynb #d43790f5
