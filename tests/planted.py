@@ -304,8 +304,8 @@ FAULTS = [
     Fault(
         "a config of a foreign format is written in place",
         "models/formats.py",
-        '    with atomic_write(folder / "config.json") as temporary:\n',
-        '    if temporary := folder / "config.json":\n',
+        '    write_object(folder / "config.json", config | {"dtype": dtype}, indent=2)\n',
+        '    __import__("json").dump(config | {"dtype": dtype}, (folder / "config.json").open("w"))\n',
         "files",
     ),
     Fault(

@@ -24,7 +24,7 @@ from speculators_nb.core.checkpoints import (
     resolve_checkpoint,
     save_tensors,
 )
-from speculators_nb.core.files import atomic_folder, atomic_write
+from speculators_nb.core.files import atomic_folder, atomic_write, read_object, write_object
 from speculators_nb.core.registry import ClassRegistryMixin, PydanticClassRegistryMixin, ReloadableBaseModel
 from speculators_nb.models.formats import write_native
 
@@ -87,6 +87,14 @@ def test_killed_in_the_middle_of_a_write(tmp_path):
     assert done.returncode == -signal.SIGKILL
     assert json.loads((tmp_path / "a.json").read_text()) == {"step": 1}
     assert [n for n in names(tmp_path) if not n.startswith(".")] == ["a.json"]
+
+
+def test_an_object_is_read_back(tmp_path):
+    "As it is read by a person; a file name that is no text, too."
+    content = {"verifier": "modèles/中文", "file": os.fsdecode(b"a\xff"), "layers": [1, None]}
+    write_object(tmp_path / "a.json", content)
+    assert read_object(tmp_path / "a.json") == content
+    assert "modèles/中文" in (tmp_path / "a.json").read_text(encoding="utf-8")
 
 
 def test_atomic_write_makes_parents_keeps_the_suffix_and_ordinary_permissions(tmp_path):

@@ -446,7 +446,8 @@ def further_help(line: str) -> str:
     named = re.search(r"--algorithm[ =](\S+)", line)
     fields = "fields of transformers.TrainingArguments, such as --warmup-steps 100"
     if named and named[1] in algorithms():
-        return f"Further options, of {named[1]} (behind = is the default): {' '.join(drafter_options(named[1]))}. And {fields}."
+        options = " ".join(drafter_options(named[1]))
+        return f"Further options, of {named[1]} (behind = is the default): {options}. And {fields}."
     return f"Further options: those of a drafter, listed by `train --algorithm NAME --help`, and {fields}."
 
 

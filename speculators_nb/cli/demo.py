@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..core.files import atomic_write, read_object
+from ..core.files import read_object, write_object
 from ..core.options import check_options
 from ..core.provenance import git_commit, identify
 from ..data.packing import collate
@@ -74,8 +74,7 @@ class Stages:
         now = time.time()
         if self.name is not None:
             self.seconds[self.name] = self.seconds.get(self.name, 0) + now - self.begun
-            with atomic_write(self.record) as tmp:
-                tmp.write_text(json.dumps(self.seconds, indent=1) + "\n", encoding="utf-8")
+            write_object(self.record, self.seconds)
         self.name, self.begun = None, now
 
     def begin(self, name: str, text: str):
@@ -241,8 +240,7 @@ def _begin(command, given, count) -> tuple[Path, Stages]:
     folder = Path(given.pop("output_dir"))
     record = folder / f"{command}.json"
     check_settings(record, given)
-    with atomic_write(record) as tmp:
-        tmp.write_text(json.dumps(given, indent=1) + "\n", encoding="utf-8")
+    write_object(record, given)
     return folder, Stages(count, folder / "seconds.json")
 
 

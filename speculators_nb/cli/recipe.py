@@ -17,7 +17,7 @@ from typing import Any, get_args
 
 import yaml
 
-from ..core.files import atomic_write
+from ..core.files import write_text
 from ..core.options import check_options, near, rule_of, shown
 from ..core.provenance import NOT_SECRET, SECRET_NAME, without_secrets
 
@@ -392,6 +392,5 @@ def write_recipe(output: str | os.PathLike, command: str, values: Mapping) -> Pa
     path = recipe_path(output, command)
     section = {command: recipe_section(values)}
     text = yaml.safe_dump(section, sort_keys=False, allow_unicode=True, width=120)
-    with atomic_write(path) as temporary:
-        temporary.write_text(f"# to repeat it: speculators-nb {command} --recipe {path.name}\n{text}", encoding="utf-8")
+    write_text(path, f"# to repeat it: speculators-nb {command} --recipe {path.name}\n{text}")
     return path

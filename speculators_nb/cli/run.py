@@ -4,7 +4,6 @@ it."""
 
 import contextlib
 import inspect
-import json
 import multiprocessing
 import os
 import shlex
@@ -20,7 +19,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from ..core.files import atomic_write, read_object
+from ..core.files import read_object, write_object
 from ..core.options import FIRST_CHOICE, HERE, check_options, shown, typed
 from ..core.provenance import identify, without_secrets
 from .command import one_line
@@ -184,9 +183,7 @@ class RunRecord:
         self.stages: dict[str, dict[str, Any]] = stages
 
     def write(self):
-        with atomic_write(self.file) as temporary:
-            text = json.dumps({"stages": self.stages}, indent=1, ensure_ascii=False)
-            temporary.write_text(text + "\n", encoding="utf-8")
+        write_object(self.file, {"stages": self.stages})
 
     def entry(self, stage: Stage) -> dict[str, Any]:
         "What is known of a stage; of one that wrote elsewhere before, whether it is outdated."

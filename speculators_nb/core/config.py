@@ -18,7 +18,7 @@ from transformers.activations import ACT2FN
 import speculators_nb
 
 from .checkpoints import hub_access, model_file, push_errors
-from .files import NotSupported, atomic_write, check_folder, read_object
+from .files import NotSupported, check_folder, read_object, write_text
 from .options import RULES, OptionRule, installed_drafters, mapping, number, path, several, shown, text, whole
 from .registry import (
     ClassRegistryMixin,
@@ -377,8 +377,7 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
 
     def to_json_file(self, json_file_path: str | os.PathLike, use_diff: bool = True):
         "Write the config as JSON, atomically; `use_diff` leaves out transformers' own fields that have their default."
-        with atomic_write(json_file_path) as temporary:
-            temporary.write_text(self.to_json_string(use_diff=use_diff), encoding="utf-8")
+        write_text(json_file_path, self.to_json_string(use_diff=use_diff))
 
     def __new__(cls, /, **kwargs):
         config = super().__new__(cls)

@@ -190,6 +190,19 @@ def atomic_write(path: str | os.PathLike) -> Iterator[Path]:
         raise
 
 
+def write_text(path: str | os.PathLike, text: str, errors: str = "strict") -> None:
+    """Write a file of UTF-8 as a whole or not at all; `errors`: of what UTF-8 does not have, as of `str.encode`.
+    DiskError: as of `atomic_write`."""
+    with atomic_write(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors=errors)
+
+
+def write_object(path: str | os.PathLike, content: dict, indent: int | None = 1) -> None:
+    "Write a JSON file, for `read_object`, as a whole or not at all. DiskError: as of `atomic_write`."
+    text = json.dumps(content, indent=indent, ensure_ascii=False)
+    write_text(path, f"{text}\n", "backslashreplace")  # a lone surrogate, as a path may have: \udcff
+
+
 @contextlib.contextmanager
 def atomic_folder(path: str | os.PathLike, replace: bool = True) -> Iterator[Path]:
     """Fill a folder as a whole or not at all: on an exception the old folder stays as it was. The new content is

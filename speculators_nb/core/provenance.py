@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from .files import atomic_write, read_errors, read_object
+from .files import read_errors, read_object, write_object
 
 SECRET_NAME = re.compile(
     r"(?i)(^|[_-])(api[_-]?key|key|secret|passw(or)?d|passphrase|credentials?|"
@@ -302,8 +302,7 @@ def write_provenance(
             record["earlier"] = [*old.pop("earlier", []), old][-10:]
         except (ValueError, AttributeError, TypeError):  # not ours, or broken: it is replaced
             pass
-    with atomic_write(path) as temporary:
-        temporary.write_text(json.dumps(record, indent=1, ensure_ascii=False), encoding="utf-8")
+    write_object(path, record)
     return path
 
 

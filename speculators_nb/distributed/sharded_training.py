@@ -3,7 +3,6 @@ They are gathered for the drafter's folder, and checkpoints are written and read
 its rows to a safetensors file of its own, any number of ranks reads them again, and there is no pickle."""
 
 import copy
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -20,7 +19,7 @@ from transformers import TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ..core.checkpoints import load_tensors
-from ..core.files import atomic_write, read_object
+from ..core.files import read_object, write_object
 from .sharding import gather, is_sharded, local, part_of, shard, split_again, unsharded_class
 
 SHARDS = "shards"  # the folder inside a checkpoint
@@ -61,8 +60,7 @@ def save_shards(folder: str | os.PathLike, model: nn.Module, optimizer: torch.op
         "files": {f.name: f.stat().st_size for f in sorted(folder.glob("*.safetensors"))},
         "learning_rates": {name: g["lr"] for name, _, g in _updated(model, optimizer)},
     }
-    with atomic_write(folder / INDEX) as temporary:
-        temporary.write_text(json.dumps(index, indent=1), encoding="utf-8")
+    write_object(folder / INDEX, index)
 
 
 def has_shards(checkpoint: str | os.PathLike) -> bool:

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from transformers import AutoTokenizer
 
 from ..core.config import SpeculatorModelConfig
-from ..core.files import atomic_write
+from ..core.files import write_text
 from ..core.options import check_options
 from ..core.provenance import provenance_path, read_provenance, write_provenance
 from ..data.chat_template import tokenizer_errors
@@ -344,8 +344,7 @@ class Diagnosis:
     def save(self, folder: str | os.PathLike) -> Path:
         "Write the table (findings.csv) and the page: index.html, which needs no other file."
         folder = Path(folder)
-        with atomic_write(folder / "findings.csv") as temporary:
-            self.table().to_csv(temporary, index=False)
+        write_text(folder / "findings.csv", self.table().to_csv(index=False))
         parts = [Section("Stages", tables={"From data to engine": self.table()})]
         parts += [Section("Pictures", figures=self.figures)] if self.figures else []
         warned = [self.verdict] if self.first else []

@@ -21,7 +21,7 @@ import pandas as pd
 import torch
 from tqdm.auto import tqdm
 
-from ..core.files import atomic_write
+from ..core.files import atomic_write, write_text
 from ..core.options import check_options
 from speculators_nb.decode.generate import (
     Generation,
@@ -317,8 +317,7 @@ class Evaluation:
         for name in ("summary", "positions", "ranges", "requests", "performance", "skipped"):
             table = getattr(self, name)
             if len(table):
-                with atomic_write(folder / f"{name}.csv") as temporary:
-                    table.to_csv(temporary, index=False)
+                write_text(folder / f"{name}.csv", table.to_csv(index=False))
         figures = {"acceptance.png": self.plot}
         if len(self.compared_ranges()):
             figures["ranges.png"] = self.plot_ranges

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 from tqdm.auto import tqdm
 
-from ..core.files import atomic_write, read_object
+from ..core.files import atomic_write, read_object, write_object, write_text
 from ..core.http_client import Endpoint
 from ..core.options import check_options
 from ..core.provenance import without_secrets, write_provenance
@@ -206,13 +206,9 @@ class EngineEvaluation:
         if len(ranges := self.compared_ranges()):
             tables["ranges"] = ranges
         for name, table in tables.items():
-            with atomic_write(folder / f"{name}.csv") as tmp:
-                table.to_csv(tmp, index=False)
-        with atomic_write(folder / "requests.jsonl") as tmp:
-            self.requests.to_json(tmp, orient="records", lines=True)
-        settings = json.dumps(without_secrets(self.settings), indent=1)
-        with atomic_write(folder / "settings.json") as tmp:
-            tmp.write_text(settings + "\n", encoding="utf-8")
+            write_text(folder / f"{name}.csv", table.to_csv(index=False))
+        write_text(folder / "requests.jsonl", self.requests.to_json(orient="records", lines=True))
+        write_object(folder / "settings.json", without_secrets(self.settings))
         if len(self.positions):
             _save_figure(self.plot(), folder / "acceptance.png")
         if len(self.performance):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from ..core.files import atomic_write, read_object
+from ..core.files import read_object, write_text
 from ..core.options import check_options
 from ..serve.server import find_executable
 from .load import Reply, performance
@@ -26,8 +26,7 @@ def write_dataset(prompts: list[Prompt], path: str | os.PathLike) -> Path:
             "or texts, or use load='requests'"
         )
     lines = [json.dumps(r, ensure_ascii=False) + "\n" for r in rows]
-    with atomic_write(path) as tmp:
-        tmp.write_text("".join(lines), encoding="utf-8")
+    write_text(path, "".join(lines))
     return Path(path)
 
 

@@ -2,7 +2,6 @@
 They are resumed after any interruption, and read in our layout and in those of upstream speculators."""
 
 import hashlib
-import json
 import logging
 import os
 import shutil
@@ -18,7 +17,7 @@ from datasets import Dataset
 from filelock import FileLock
 from tqdm.auto import tqdm
 
-from ..core.files import DiskError, atomic_write, disk_errors, read_object
+from ..core.files import DiskError, disk_errors, read_object, write_object
 from ..data.chat_encoding import save_prepared
 from ..data.prepared_folder import config_of, read_data_config
 from ..data.sources import load_table
@@ -144,8 +143,7 @@ def _set_up(folder, dataset, config):
             check_origin(file, config)
             return
         save_prepared(dataset.with_format("torch"), folder / "rows")  # as upstream reads it
-        with atomic_write(file) as temporary:
-            temporary.write_text(json.dumps(config, indent=1), encoding="utf-8")
+        write_object(file, config)
 
 
 log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ from filelock import FileLock
 from transformers import AutoConfig, AutoTokenizer
 from transformers.utils.import_utils import is_in_notebook
 
-from ..core.files import atomic_write
+from ..core.files import write_object, write_text
 from ..core.options import algorithms, check_options, near, shown
 from ..data.packing import collate, pack
 from ..data.pipeline import prepare
@@ -295,8 +295,7 @@ def _train_one(folder, name, budget, contender, k, features, args) -> dict:
     train_on_shipped(algorithm, record.parent, k, features, **once)
     seconds = time.perf_counter() - start
     row = dict(drafter=name) | share._asdict() | dict(seconds=seconds)
-    with atomic_write(record) as tmp:
-        tmp.write_text(json.dumps({"requested": requested, "row": row}))
+    write_object(record, {"requested": requested, "row": row}, indent=None)
     return row
 
 
@@ -363,6 +362,5 @@ def compare(
     table["speedup"] = expected_speedup(table.mean_length, table.time, table.verify)
     table["speedup_deep"] = expected_speedup(table.mean_length, table.deep)
     measured.save(folder)
-    with atomic_write(folder / "comparison.csv") as tmp:
-        table.to_csv(tmp)
+    write_text(folder / "comparison.csv", table.to_csv())
     return table, measured

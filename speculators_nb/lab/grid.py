@@ -33,7 +33,7 @@ from transformers.utils.logging import disable_progress_bar
 from ..core import plot
 from ..core.concurrency import end_with_parent
 from ..core.config import SpeculatorModelConfig
-from ..core.files import atomic_folder, atomic_write, read_object
+from ..core.files import atomic_folder, read_object, write_object
 from ..core.options import check_options, duration, shown
 from ..core.provenance import read_provenance, write_provenance
 from ..data.prepared_folder import read_data_config
@@ -178,8 +178,7 @@ def written_once(setting: HeldoutSetting, max_new_tokens: int, verifier: str | N
         if request.items() <= kept.items():
             return kept["texts"]
         texts = greedy_texts(setting.verifier, setting.prompts, max_new_tokens, setting.eos_token_ids)
-        with atomic_write(file) as tmp:
-            tmp.write_text(json.dumps(request | dict(texts=texts)), encoding="utf-8")
+        write_object(file, request | dict(texts=texts), indent=None)
     return texts
 
 

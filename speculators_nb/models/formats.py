@@ -1,7 +1,6 @@
 """Checkpoint formats of other projects: a table of readers and writers, and what they share.
 Most differ from ours in names alone."""
 
-import json
 import logging
 import os
 import re
@@ -24,7 +23,7 @@ from ..core.checkpoints import (
     tensor_names,
 )
 from ..core.config import import_models, layer_config_from_dict
-from ..core.files import atomic_write, read_object
+from ..core.files import read_object, write_object
 from ..nn.layers import LAYER_FAMILIES
 from ..nn.target_head import text_config, verifier_config
 from ..verifier.parts import load_verifier_tensors
@@ -353,6 +352,4 @@ def write_native(folder: str | os.PathLike, config: dict[str, Any], tensors: Ten
     save_tensors(tensors, folder / file, metadata={"format": "pt"})
     dtypes = [w.dtype for w in tensors.values() if w.is_floating_point()]
     dtype = str(dtypes[0]).removeprefix("torch.") if dtypes else None
-    with atomic_write(folder / "config.json") as temporary:
-        content = json.dumps(config | {"dtype": dtype}, indent=2)
-        temporary.write_text(content + "\n", encoding="utf-8")
+    write_object(folder / "config.json", config | {"dtype": dtype}, indent=2)

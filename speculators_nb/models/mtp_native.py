@@ -15,7 +15,7 @@ from transformers import PretrainedConfig
 
 from ..core.checkpoints import checkpoint_index, inside, load_tensors, resolve_checkpoint, save_tensors, tensor_problem
 from ..core.config import SpeculatorModelConfig, layer_config_from_dict
-from ..core.files import atomic_folder, atomic_write
+from ..core.files import atomic_folder, write_object
 from ..core.provenance import write_provenance
 from ..nn.target_head import text_config, verifier_config
 from ..verifier.folders import new_folder
@@ -223,8 +223,7 @@ def rewrite_json(file: Path, change: Callable[[dict], Any]):  # in place
     "Replace a JSON file by a changed one; the old file may be a link, and stays as it is."
     content = json.loads(file.read_text(encoding="utf-8"))
     change(content)
-    with atomic_write(file) as new:
-        new.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_object(file, content, indent=2)
 
 
 def announce_head(folder: Path, splice: Splice, family: str):  # `model_type` of the verifier

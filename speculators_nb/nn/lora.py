@@ -10,7 +10,6 @@ __all__ = ['PREFIX', 'OTHERWISE', 'LowRank', 'AdapterRecord', 'adapted', 'base_f
 
 # %% ../../nbs/nn/10_lora.ipynb #lora0003
 import hashlib
-import json
 import math
 import os
 from collections.abc import Iterable
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from ..core.checkpoints import load_tensors, model_file, save_tensors
-from ..core.files import atomic_write, read_object
+from ..core.files import read_object, write_object
 from ..core.options import shown
 
 # %% ../../nbs/nn/10_lora.ipynb #lora0006
@@ -165,8 +164,7 @@ def save_adapter(
     )
     header = {"format": "pt", "base_weights": record.base_weights}
     save_tensors(adapter_tensors(model), Path(folder) / "adapter_model.safetensors", header)
-    with atomic_write(Path(folder) / "adapter_config.json") as temporary:
-        temporary.write_text(json.dumps(config, indent=2), encoding="utf-8")
+    write_object(Path(folder) / "adapter_config.json", config, indent=2)
 
 
 def read_adapter(

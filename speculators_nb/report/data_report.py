@@ -12,7 +12,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 from transformers import AutoTokenizer
 
-from ..core.files import atomic_write
+from ..core.files import write_text
 from ..core.options import check_options
 from ..core.plot import new_axes
 from ..data.chat_encoding import token_frequencies
@@ -337,7 +337,6 @@ def report(
     made = DataReport(load_prepared(prepared), verifier)
     for name, table in made.tables.items():
         file = "-".join("".join(c if c.isalnum() else " " for c in name).lower().split())
-        with atomic_write(folder / f"{file}.csv") as temporary:
-            table.to_csv(temporary)
+        write_text(folder / f"{file}.csv", table.to_csv())
     title = f"Training data: {prepared.name}"
     return write_page(folder / "report.html", page_html(title, made.sections, made.facts, made.warnings))

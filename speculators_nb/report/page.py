@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
 
-from ..core.files import atomic_write
+from ..core.files import write_text
 
 
 class Section(NamedTuple):
@@ -118,6 +118,5 @@ def page_html(
 
 def write_page(path: str | PathLike, page: str) -> Path:
     "Write a page of `page_html`, made or replaced as a whole. OSError: the file cannot be written, with its path."
-    with atomic_write(path) as temporary:
-        temporary.write_text(page, encoding="utf-8", errors="backslashreplace")
+    write_text(path, page, errors="backslashreplace")
     return Path(path)

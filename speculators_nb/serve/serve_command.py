@@ -16,7 +16,7 @@ from huggingface_hub import hf_hub_download
 
 from ..core.checkpoints import resolve_checkpoint
 from ..core.config import SpeculatorModelConfig, check_field_types
-from ..core.files import atomic_write, model_object, read_object
+from ..core.files import model_object, read_object, write_object
 from ..core.options import check_options
 from ..core.provenance import SECRET_NAME, identify
 from ..models.base import SpeculatorModel
@@ -68,9 +68,7 @@ def _native_folder(checkpoint, config, native) -> Path:
     made_from = native / MADE_FROM
     if not (native / "config.json").is_file():
         _class_of(config).from_pretrained(checkpoint).save_native(native)
-        with atomic_write(made_from) as temporary:
-            text = json.dumps(weights, indent=1)
-            temporary.write_text(f"{text}\n", encoding="utf-8")
+        write_object(made_from, weights)
     elif not made_from.is_file() or read_object(made_from) != weights:
         raise ValueError(
             f"native={str(native)!r}: holds the layout of another drafter; name another folder, or remove this one"

@@ -15,7 +15,7 @@ from torch.utils.data import Subset
 from transformers import AutoTokenizer, TrainerCallback
 
 from ..core.checkpoints import remote_code_allowed
-from ..core.files import atomic_write
+from ..core.files import write_text
 from ..data.chat_encoding import to_dataset
 from ..decode.generate import generate
 from ..decode.tree import Drafter, Sampling
@@ -157,6 +157,5 @@ def _finished(file, n):
     whole = [line for line in lines if line.endswith("\n")]
     if len(whole) < n:
         del whole[len(whole) // BATCH * BATCH :]
-        with atomic_write(file) as temporary:
-            temporary.write_text("".join(whole))
+        write_text(file, "".join(whole))
     return [json.loads(line) for line in whole]

@@ -2,7 +2,6 @@
 A resume compares it, and an error names what has changed."""
 
 import hashlib
-import json
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Subset
 
-from ..core.files import atomic_write, read_object
+from ..core.files import read_object, write_object
 from .packed_loaders import lengths_of
 
 SAMPLED_ROWS = 256  # rows whose tokens are hashed
@@ -162,8 +161,7 @@ def run_changes(old: Mapping, new: Mapping) -> list[str]:
 
 def write_record(folder: str | os.PathLike, record: Mapping) -> None:
     "Write `run.json` of an output folder or a checkpoint, atomically."
-    with atomic_write(Path(folder) / RECORD) as temporary:
-        temporary.write_text(json.dumps(record, indent=1), encoding="utf-8")
+    write_object(Path(folder) / RECORD, record)
 
 
 def read_record(folder: str | os.PathLike) -> dict[str, Any]:

@@ -7,7 +7,6 @@ __all__ = ['MetricSums', 'StepCallback', 'weights_to_float32', 'SpeculatorTraine
 
 # %% ../../nbs/train/02_trainer.ipynb #f5184081
 import inspect
-import json
 import math
 from dataclasses import fields
 from functools import partial
@@ -23,7 +22,7 @@ from transformers.trainer import DEFAULT_PROGRESS_CALLBACK, TRAINING_ARGS_NAME
 from transformers.trainer_utils import EvalLoopOutput
 from transformers.utils.import_utils import is_in_notebook
 
-from ..core.files import atomic_write
+from ..core.files import write_object, write_text
 from ..core.provenance import without_secrets
 from ..distributed.long_rows import part_of_batch, row_part
 from ..distributed.sharded_training import for_first_rank, shard_model
@@ -396,8 +395,7 @@ class SpeculatorTrainer(PackedLoaders, WholeCheckpoints):
             super()._save(str(folder), state_dict)
         (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle; the same as text:
         settings = without_secrets(self.args.to_dict() | {"model": self.training_args})
-        with atomic_write(folder / "training_args.json") as file:
-            file.write_text(json.dumps(settings, indent=2))
+        write_object(folder / "training_args.json", settings, indent=2)
 
 # %% ../../nbs/train/02_trainer.ipynb #d45bbdc1
 def _settings_of(args, settings, evaluates):
@@ -436,8 +434,7 @@ def train(
         return trainer
     trainer.save_model()
     if args.should_save:
-        with atomic_write(Path(args.output_dir) / "training_log.csv") as file:
-            log_table(trainer).to_csv(file)
+        write_text(Path(args.output_dir) / "training_log.csv", log_table(trainer).to_csv())
     if not was_stopped(trainer):
         trainer.finish()
     elif args.should_save:

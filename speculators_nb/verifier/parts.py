@@ -31,7 +31,7 @@ from ..core.checkpoints import (
     read_index,
     tensor_names,
 )
-from ..core.files import atomic_write, read_object
+from ..core.files import atomic_write, read_object, write_object
 from ..nn.target_head import text_config, verifier_config
 
 PIECE = 2**26  # bytes in a request
@@ -173,8 +173,7 @@ class HubIndex(Mapping[str, Path]):
         kept = self.kept(f"{shard}.json")
         if self._again(kept.name) or not kept.is_file():
             header = remote_header(*self.request(shard))
-            with atomic_write(kept) as temporary:
-                temporary.write_text(json.dumps(header), encoding="utf-8")
+            write_object(kept, header, indent=None)
             current_hub_access().fetched.add((self.name, kept.name))
         return read_object(kept)
 
