@@ -142,6 +142,43 @@ def test_a_run_that_replaces_one_of_an_adapter_leaves_no_adapter(tmp_path):
     assert not (tmp_path / "adapter").exists()
 
 
+def files_of_drafter(folder):
+    files = [folder / "config.json", folder / "model.safetensors", *folder.glob("adapter/*")]
+    return {file.relative_to(folder): file.read_bytes() for file in files}
+
+
+@pytest.mark.parametrize("rank", [2, None])
+@pytest.mark.parametrize(
+    "killed_in",
+    [
+        "trainer.SpeculatorTrainer.training_step",
+        "trainer.SpeculatorTrainer.save_model",
+        "trainer.without_secrets",
+        "models.base.save_tensors",
+        "models.base.save_adapter",
+        "core.config.write_text",
+    ],
+)
+def test_a_run_that_is_killed_has_replaced_nothing(tmp_path, monkeypatch, killed_in, rank):
+    "Until the new drafter is complete the old one is there with its adapter."
+    if rank is None and "adapter" in killed_in:
+        pytest.skip("there is none")
+    trained(RELEASE / "features", tmp_path, save_strategy="no")
+    before = files_of_drafter(tmp_path)
+    assert len(before) == 4
+
+    def kill(*args, **kwargs):
+        raise SystemExit
+
+    module = killed_in if killed_in.startswith(("models", "core")) else f"train.{killed_in}"
+    with monkeypatch.context() as m, pytest.raises(SystemExit):
+        m.setattr(f"speculators_nb.{module}", kill)
+        trained(RELEASE / "features", tmp_path, lora_rank=rank, seed=1, save_strategy="no", overwrite=True)
+    assert files_of_drafter(tmp_path) == before
+    trained(RELEASE / "features", tmp_path, lora_rank=rank, seed=1, save_strategy="no", overwrite=True)
+    assert len(files_of_drafter(tmp_path)) == (4 if rank else 2) and not (tmp_path / ".saving").exists()
+
+
 def test_a_folder_of_others_beside_a_first_run_stays(tmp_path):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/notes.txt").write_text("mine")

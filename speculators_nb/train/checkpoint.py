@@ -7,7 +7,7 @@ import os
 import pickle
 import shutil
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +188,26 @@ def close_progress_bars(trainer: Trainer) -> None:
                 bar.close()
 
 
+@contextlib.contextmanager
+def replaced_drafter(folder: Path) -> Iterator[Path]:
+    """Put a drafter into an output folder as a whole or not at all: it is written to the temporary folder in it that
+    this gives. On an exception the drafter that is there stays; its adapter goes where the new one has none."""
+    staging = folder / ".saving"
+    shutil.rmtree(staging, ignore_errors=True)  # of a run that was killed
+    try:
+        yield staging
+        files = [file for file in staging.rglob("*") if file.is_file()]
+        if (folder / "config.json").exists():
+            (folder / "config.json").unlink()  # no loader takes the folder until the new one is there
+            shutil.rmtree(folder / "adapter", ignore_errors=True)
+        for file in sorted(files, key=lambda file: file.name == "config.json"):
+            place = folder / file.relative_to(staging)
+            place.parent.mkdir(exist_ok=True)
+            file.replace(place)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
 class WholeCheckpoints(Trainer):
     """transformers' Trainer whose checkpoint folders are complete or absent, and which
     continues a run only with the settings, data and model that it was started with. Drafters
@@ -233,8 +253,6 @@ class WholeCheckpoints(Trainer):
             write_record(folder, record)
             if checkpoint:
                 write_record(checkpoint, record)  # one of release 0.1 had none
-            elif is_trained(folder):  # an adapter of the run that this one replaces
-                shutil.rmtree(Path(folder) / "adapter", ignore_errors=True)
         try:
             return super().train(resume_from_checkpoint=checkpoint, **kwargs)
         finally:

@@ -8,6 +8,7 @@ __all__ = ['MetricSums', 'StepCallback', 'weights_to_float32', 'SpeculatorTraine
 # %% ../../nbs/train/02_trainer.ipynb #f5184081
 import inspect
 import math
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -28,7 +29,7 @@ from ..distributed.long_rows import part_of_batch, row_part
 from ..distributed.sharded_training import for_first_rank, shard_model
 from ..distributed.sharding import local
 from ..nn.compiled import to_device
-from .checkpoint import WholeCheckpoints
+from .checkpoint import WholeCheckpoints, replaced_drafter
 from .fresh_answers import FreshAnswers
 from .live_view import LiveView, TableCallback, log_table, was_stopped
 from .optimizers import build_optimizer, clip_gradients
@@ -386,16 +387,16 @@ class SpeculatorTrainer(PackedLoaders, WholeCheckpoints):
     def _save(self, output_dir=None, state_dict=None):
         folder = Path(output_dir or self.args.output_dir)
         dtype = None if self.saving else self.args.save_dtype  # a checkpoint keeps float32
-        # written last: until then no loader takes the folder
-        (folder / "config.json").unlink(missing_ok=True)
-        if dtype:
-            model = self.accelerator.unwrap_model(self.model)
-            model.save_pretrained(folder, state_dict=state_dict, dtype=getattr(torch, dtype))
-        else:
-            super()._save(str(folder), state_dict)
-        (folder / TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle; the same as text:
         settings = without_secrets(self.args.to_dict() | {"model": self.training_args})
-        write_object(folder / "training_args.json", settings, indent=2)
+        # a checkpoint is published by `_save_checkpoint`
+        with nullcontext(folder) if self.saving else replaced_drafter(folder) as place:
+            if dtype:
+                model = self.accelerator.unwrap_model(self.model)
+                model.save_pretrained(place, state_dict=state_dict, dtype=getattr(torch, dtype))
+            else:
+                super()._save(str(place), state_dict)
+            (place / TRAINING_ARGS_NAME).unlink(missing_ok=True)  # a pickle; the same as text:
+            write_object(place / "training_args.json", settings, indent=2)
 
 # %% ../../nbs/train/02_trainer.ipynb #d45bbdc1
 def _settings_of(args, settings, evaluates):
