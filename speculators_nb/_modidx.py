@@ -2078,6 +2078,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'speculators_nb/nn/supervision.py'),
                                                'speculators_nb.nn.supervision.register_loss_weight': ( 'nn/supervision.html#register_loss_weight',
                                                                                                        'speculators_nb/nn/supervision.py'),
+                                               'speculators_nb.nn.supervision.row_weights': ( 'nn/supervision.html#row_weights',
+                                                                                              'speculators_nb/nn/supervision.py'),
                                                'speculators_nb.nn.supervision.same_rows': ( 'nn/supervision.html#same_rows',
                                                                                             'speculators_nb/nn/supervision.py'),
                                                'speculators_nb.nn.supervision.shift_by_one': ( 'nn/supervision.html#shift_by_one',

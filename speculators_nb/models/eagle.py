@@ -38,13 +38,13 @@ from .serving_rules import refused
 from ..nn.attention import attention_back_end
 from ..nn.compiled import to_device
 from ..nn.layers import DecoderLayer, RMSNorm, Rotary, take_rows
-from ..nn.losses import HeadLoss, RowWeight, head_loss, parse_loss
+from ..nn.losses import HeadLoss, head_loss, parse_loss
 from speculators_nb.nn.supervision import (
     StepWeights,
     Supervised,
     chain_metrics,
-    loss_weight,
     on_host,
+    row_weights,
     sum_and_total,
     supervised_steps,
     ttt_supervision,
@@ -337,10 +337,8 @@ class EagleSpeculator(AttachableVerifier, TrainingTimeTest):
         carries_loss, entries = to_device(carries_loss, device), on_cpu.to(device)
         step_weight = to_device(weights_of_steps(step_weights, torch.ones(K)), device)
         counts = carries_loss.sum(-1) + 1e-5
-        weight: RowWeight = (step_weight / counts)[entries.step]
-        if by_scores := loss_weight(per_position_loss_weight):
-            run, count = entries.target - entries.step, counts[entries.step]
-            weight = by_scores.of_rows(run, entries.step, len(ids), K, count)
+        count = counts[entries.step]
+        weight = row_weights(entries, step_weight, count, len(ids), per_position_loss_weight)
         true = self.target_head.norm(verifier_last_hidden_states[0, entries.target])
         distance = F.smooth_l1_loss(predicted.to(true.dtype), true, reduction="none").mean(-1)
         scale = self.target_head.scale

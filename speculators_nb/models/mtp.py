@@ -37,15 +37,15 @@ from .serving_rules import Rule, layer_of, refused
 from ..nn.attention import attention_back_end
 from ..nn.compiled import to_device
 from ..nn.layers import Rotary, take_rows
-from ..nn.losses import HeadLoss, RowWeight
+from ..nn.losses import HeadLoss
 from speculators_nb.nn.supervision import (
     StepWeights,
     Supervised,
     chain_metrics,
-    loss_weight,
     normalised_steps,
     on_host,
     places_among,
+    row_weights,
     same_rows,
     sum_and_total,
     supervised_steps,
@@ -517,10 +517,8 @@ class MTPDraftModel(TrainingTimeTest):
         entries = supervised_steps(carries_loss).to(ids.device)
         scored, carries_loss = carries_loss[:, :-1], to_device(carries_loss, ids.device)
         counts = carries_loss.sum(-1).clamp(min=1)
-        weight: RowWeight = (step_weight / counts)[entries.step]
-        if by_scores := loss_weight(per_position_loss_weight):
-            run, count = entries.target - entries.step, counts[entries.step]
-            weight = by_scores.of_rows(run, entries.step, L, steps, count)
+        count = counts[entries.step]
+        weight = row_weights(entries, step_weight, count, L, per_position_loss_weight)
         targets, head = ids[entries.target + 2], self.lm_head.weight
         if lean:
             shifted = self.shifted(row)

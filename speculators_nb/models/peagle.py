@@ -40,13 +40,13 @@ from speculators_nb.models.serving_rules import (
 from ..nn.attention import MaskSize, attention_back_end, rollouts
 from ..nn.attention import attention as masked_attention
 from ..nn.compiled import to_device
-from ..nn.losses import HeadLoss, RowWeight, head_loss, parse_loss
+from ..nn.losses import HeadLoss, head_loss, parse_loss
 from speculators_nb.nn.supervision import (
     StepWeights,
     Supervised,
-    loss_weight,
     on_host,
     position_metrics,
+    row_weights,
     sum_and_total,
     weights_of_steps,
 )
@@ -392,10 +392,7 @@ class PEagleDraftModel(Eagle3DraftModel):
         there = entries.to(ids.device)
         total = torch.full((), len(scored) + 1e-5, device=ids.device)
         of_depth = to_device(weights_of_steps(step_weights, torch.ones(num_depths)), ids.device)
-        weight: RowWeight = (of_depth / total)[there.step]
-        if by_scores := loss_weight(per_position_loss_weight):
-            run = there.target - there.step
-            weight = by_scores.of_rows(run, there.step, len(ids), num_depths, total)
+        weight = row_weights(there, of_depth, total, len(ids), per_position_loss_weight)
         hidden = hidden.index_select(0, to_device(scored, ids.device))
         out = head_loss(
             hidden,

@@ -41,13 +41,13 @@ from speculators_nb.nn.attention import (
 )
 from ..nn.compiled import to_device
 from ..nn.layers import KINDS, MLP, RMSNorm, Rotary, head_dim, rotate, take_rows
-from ..nn.losses import RowWeight, head_loss, parse_loss
+from ..nn.losses import head_loss, parse_loss
 from speculators_nb.nn.supervision import (
     StepWeights,
-    loss_weight,
     needed_rows,
     on_host,
     places_among,
+    row_weights,
     same_rows,
     shift_by_one,
     supervised_steps,
@@ -558,10 +558,8 @@ class QueryOnlyDraftModel(SpeculatorModel):
         decay = ttt_step_loss_decay ** torch.arange(ttt_steps).float()
         step_weight = to_device(weights_of_steps(step_weights, decay), device)
         counts = carries_loss.sum(-1).float() + 1e-5
-        weight: RowWeight = (step_weight / counts)[predictions.step]
-        if by_scores := loss_weight(per_position_loss_weight):
-            run, count = predictions.target - predictions.step, counts[predictions.step]
-            weight = by_scores.of_rows(run, predictions.step, L, ttt_steps, count)
+        count = counts[predictions.step]
+        weight = row_weights(predictions, step_weight, count, L, per_position_loss_weight)
         normed = torch.cat(scored)
         out = head_loss(
             hidden=normed.new_zeros(len(normed), 0),  # no part of the head is frozen

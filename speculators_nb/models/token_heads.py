@@ -20,9 +20,9 @@ from speculators_nb.nn.supervision import (
     ScoredRows,
     Supervised,
     block_metrics,
-    loss_weight,
     needed_rows,
     on_host,
+    row_weights,
     sum_and_total,
     supervised_steps,
     ttt_supervision,
@@ -174,10 +174,8 @@ class TokenHeads(SpeculatorModel):
         decay = self.head_loss_decay if head_loss_decay is None else head_loss_decay
         powers = decay ** torch.arange(1.0, len(heads) + 1, device=ids.device)
         totals = trains.sum(-1).float() + 1e-5
-        weight: RowWeight = (powers / totals)[entries.step]
-        if by_scores := loss_weight(per_position_loss_weight):
-            run, count = entries.target - entries.step, totals[entries.step]
-            weight = by_scores.of_rows(run, entries.step, len(ids), len(heads), count)
+        count = totals[entries.step]
+        weight = row_weights(entries, powers, count, len(ids), per_position_loss_weight)
         out = heads_loss(
             hidden,
             heads,

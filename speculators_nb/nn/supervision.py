@@ -9,7 +9,7 @@ __all__ = ['ROW_TENSORS', 'StepWeights', 'FIXED', 'LOSS_WEIGHTS', 'shift_by_one'
            'Supervised', 'supervised_steps', 'needed_rows', 'places_among', 'same_rows', 'sum_and_total',
            'chain_metrics', 'accuracies', 'position_metrics', 'block_metrics', 'exponential', 'block_decay',
            'normalised_steps', 'weights_of_steps', 'dpace', 'Drafted', 'ScoredRows', 'LossWeight', 'WeightOfRows',
-           'survival_weights', 'accept_until_fail', 'register_loss_weight', 'loss_weight']
+           'survival_weights', 'accept_until_fail', 'register_loss_weight', 'loss_weight', 'row_weights']
 
 # %% ../../nbs/nn/03_supervision.ipynb #76e89467
 import inspect
@@ -440,3 +440,17 @@ def loss_weight(
             f"{', '.join([FIXED, *LOSS_WEIGHTS])}"
         )
     return LOSS_WEIGHTS[of]
+
+
+def row_weights(
+    rows: Supervised,  # N rows of K steps
+    step_weight: Tensor,  # [K]
+    count: Tensor,  # [N], or [] for all: divides a row's weight
+    length: int,  # L
+    scheme: str | Callable[[Drafted], Tensor] | None,  # of `loss_weight`
+) -> "Tensor | WeightOfRows":  # [N] float32, or a function of what the rows are scored
+    "What each row weighs in the loss: by its step, or as `scheme` says by the scores of its run."
+    by_scores = loss_weight(scheme)
+    if by_scores is None:
+        return step_weight[rows.step] / count
+    return by_scores.of_rows(rows.target - rows.step, rows.step, length, rows.steps, count)
