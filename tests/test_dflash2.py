@@ -46,7 +46,7 @@ def blocks_of(model, batch):
     drawn = batch["anchor_positions"], batch["anchor_valid"]
     blocks = model.blocks(x["loss_mask"], x["document_ids"], 1, *drawn, cross_document=True, lean=False)
     states = BlockStates(x["input_ids"], x["document_ids"], blocks, hidden)
-    return x, states._replace(bias=model.slot_bias(states, False))
+    return x, states._replace(bias=model.slot_bias(states))
 
 
 def test_cases_cover_the_corners():
@@ -66,7 +66,8 @@ def test_candidates_are_upstreams(name):
     want = load_file(folder / "outputs.safetensors")
     top_k = info["training_args"]["selector_top_k"]
     with torch.no_grad():
-        x, (_, _, blocks, hidden, bias, _) = blocks_of(model, batch)
+        x, block_states = blocks_of(model, batch)
+        blocks, hidden, bias = block_states.blocks, block_states.hidden, block_states.bias
         logits = model.lm_head(hidden)
         torch.testing.assert_close(logits.flatten(0, 1), want["lm_head_out.0"][0], rtol=0, atol=1e-4)
         counted = blocks.supervised.flatten()

@@ -186,7 +186,7 @@ def correction(model, batch):
     x, hidden = states_of(model, batch)
     anchors = batch["anchor_positions"]
     states = BlockStates(x["input_ids"], x["document_ids"], Blocks(anchors, anchors, anchors, anchors), hidden)
-    bias = model.slot_bias(states, lean=False)
+    bias = model.slot_bias(states)
     return F.linear(bias.codes, bias.weight)
 
 
@@ -271,7 +271,7 @@ def test_drafting_is_what_was_trained(seed):
     with torch.no_grad():
         hidden = served_states(model, row, features, n - 1)
         states = BlockStates(row, torch.zeros(len(row)), Blocks(anchors, anchors, anchors, anchors), hidden)
-        bias = model.slot_bias(states, lean=True)
+        bias = model.slot_bias(states)
         logits = model.lm_head(hidden) + F.linear(bias.codes, bias.weight)
     first = model.config.first_slot
     want = logits[0, first : first + k].softmax(-1)

@@ -142,7 +142,7 @@ class SlotBias(NamedTuple):
 
 
 class BlockStates(NamedTuple):
-    "Blocks of a row, and what the layers made of them."
+    "Blocks of a row, what the layers made of them, and what the loss reads beside."
 
     input_ids: Tensor  # [L] of the row
     document_ids: Tensor  # [L], -1 padding
@@ -150,6 +150,9 @@ class BlockStates(NamedTuple):
     hidden: Tensor  # [A, B, H], normed
     bias: SlotBias | None = None
     context: Tensor | None = None  # [L, H], what the layers make keys and values of
+    target_hidden: Any = None  # [L, H] the verifier's states before its final norm
+    weight: Any = None  # `RowWeight` of the slots with loss, from `slot_weight`
+    lean: bool = True  # False: by the definition, whole tensors and autograd
 
 # %% ../../nbs/models/10_dflash.ipynb #blk00023
 class BlockReader(CachedDrafter):
@@ -450,14 +453,14 @@ class DFlashDraftModel(SpeculatorModel):
         in_front = (slot - self.config.first_slot).clamp_min(0)
         return input_ids[(anchors[:, None] + in_front).clamp_max(len(input_ids) - 1)]
 
-    def slot_bias(self, states: BlockStates, lean: bool) -> SlotBias | None:
+    def slot_bias(self, states: BlockStates) -> SlotBias | None:
         "The bias on the logits of the slots; DFlash has none."
         return None
 
     def step_loss(
         self,
         states: BlockStates,
-        score: Callable,  # `block_loss` with everything but the states; options may be added
+        score: Callable,  # `block_loss` of states; options may be added
         gamma: float,  # these two as in `slot_decay`
         step_weights: StepWeights,
         upstream: bool,  # metrics as upstream reports them
@@ -502,15 +505,12 @@ class DFlashDraftModel(SpeculatorModel):
     def block_loss(
         self,
         states: BlockStates,
-        target_hidden: Tensor,  # [L, H] the verifier's states before its final norm
         mixture: dict[str, float],  # from `losses.parse_loss`
-        weight: RowWeight,  # from `slot_weight`
         upstream: bool = False,  # metrics as upstream reports them
-        lean: bool = True,  # False: by whole tensors and autograd
         **options,  # of `head_loss`: gemm_dtype, want_accept, want_tokens, labels
     ) -> tuple[HeadLoss, dict[str, Tensor]]:  # over the slots with loss; metrics
         "Mean over the slots with loss."
-        blocks = states.blocks
+        blocks, weight = states.blocks, states.weight
         count = blocks.supervised.sum() + 1e-5
         if isinstance(weight, Tensor):
             mean: RowWeight = weight / count
@@ -525,11 +525,11 @@ class DFlashDraftModel(SpeculatorModel):
             hidden,
             self.lm_head.weight,
             self.target_head,
-            target_hidden,
+            states.target_hidden,
             targets,
             mean,
             mixture,
-            lean=lean,
+            lean=states.lean,
             **options,
         )
         return out, slot_metrics(out, blocks, mixture, self.config.first_slot, upstream)
@@ -657,8 +657,6 @@ class DFlashDraftModel(SpeculatorModel):
             drawn_anchors=blocks.drawn_anchors,
             part=part,
         )
-        states = BlockStates(ids, documents, blocks, hidden, context=context)
-        states = states._replace(bias=self.slot_bias(states, lean))
         weight = self.slot_weight(
             blocks.supervised,
             scheme=per_position_loss_weight,
@@ -667,13 +665,21 @@ class DFlashDraftModel(SpeculatorModel):
             step_weights=step_weights,
             slots=blocks.slots,
         )
+        states = BlockStates(
+            ids,
+            documents,
+            blocks,
+            hidden,
+            context=context,
+            target_hidden=verifier_last_hidden_states[0],
+            weight=weight,
+            lean=lean,
+        )
+        states = states._replace(bias=self.slot_bias(states))
         score = partial(
             self.block_loss,
-            target_hidden=verifier_last_hidden_states[0],
             mixture=mixture,
-            weight=weight,
             upstream=upstream,
-            lean=lean,
             gemm_dtype=gemm_dtype,
             want_accept=self.needs_acceptance or not self.training,
         )

@@ -41,7 +41,6 @@ from speculators_nb.models.serving_rules import (
 )
 from ..nn.anchors import Blocks
 from ..nn.layers import Attention, DecoderLayer
-from ..nn.losses import RowWeight
 from ..nn.supervision import ScoredRows, StepWeights, block_metrics, sum_and_total
 from ..nn.token_loss import Candidates, candidate_logits, find_candidates
 
@@ -323,7 +322,7 @@ class DFlash2DraftModel(DFlashDraftModel):
         config: Any = self.config
         return ConvolvedLayer(config, index)
 
-    def slot_bias(self, states: BlockStates, lean: bool) -> SlotBias:
+    def slot_bias(self, states: BlockStates) -> SlotBias:
         "What the selector adds, for candidates alone."
         in_front = states.input_ids[states.blocks.targets]
         embeds, codes = self.candidate_selector(states.hidden, in_front)
@@ -340,22 +339,21 @@ class DFlash2DraftModel(DFlashDraftModel):
     def selector_rows(
         self,
         states: BlockStates,
-        target_hidden: Tensor,  # [L, H] the verifier's states before its final norm
     ) -> tuple[Candidates, Tensor]:  # candidates of N slots with loss; scores [N, C]
         "Which tokens the selector chooses from, and their scores."
         blocks = states.blocks
         bias: Any = states.bias  # of `slot_bias`
         hidden, codes = blocks.with_values(states.hidden), blocks.with_values(bias.codes)
-        head, targets = self.lm_head.weight, target_hidden[blocks.with_values(blocks.targets)]
+        head, at = self.lm_head.weight, blocks.with_values(blocks.targets)
         top_k = self.config.selector_top_k
-        candidates = find_candidates(hidden, head, self.target_head, targets, top_k)
+        candidates = find_candidates(hidden, head, self.target_head, states.target_hidden[at], top_k)
         unary = candidate_logits(hidden, head, candidates.ids)
         return candidates, self.candidate_selector.scores(unary, codes, candidates.ids)
 
     def step_loss(
         self,
         states: BlockStates,
-        score: Callable,  # `block_loss` with everything but the states
+        score: Callable,  # `block_loss` of states
         gamma: float,  # not needed: the selector's loss has the slots' weights
         step_weights: StepWeights,  # likewise
         upstream: bool,  # metrics as upstream reports them
@@ -363,10 +361,8 @@ class DFlash2DraftModel(DFlashDraftModel):
     ) -> tuple[Tensor, dict[str, Tensor]]:  # loss, metrics
         "The loss of the unary logits, and the selector's."
         out, metrics = score(states._replace(bias=None))
-        bound: Any = score  # a functools.partial
-        weight: RowWeight = bound.keywords["weight"]
-        first = self.config.first_slot
-        candidates, scores = self.selector_rows(states, bound.keywords["target_hidden"])
+        weight, first = states.weight, self.config.first_slot
+        candidates, scores = self.selector_rows(states)
         errors = F.cross_entropy(scores, candidates.place, reduction="none")
         if not isinstance(weight, Tensor):
             chosen = scores.argmax(-1) == candidates.place

@@ -144,7 +144,7 @@ class DominoDraftModel(DFlashDraftModel):
         "What `embed_proj.2` makes a correction of the logits of."
         return self.embed_proj[1](self.embed_proj[0](torch.cat([hidden, prefix], -1)))
 
-    def slot_bias(self, states: BlockStates, lean: bool) -> SlotBias:
+    def slot_bias(self, states: BlockStates) -> SlotBias:
         "The correction; that of the first slots is 0."
         start, pure = self.config.suffix_start, self.config.pure_draft_prefix_len
         in_front = self.tokens_in_front(states.input_ids, states.blocks.anchors)

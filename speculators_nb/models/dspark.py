@@ -345,7 +345,7 @@ class DSparkDraftModel(DFlashDraftModel):
         read = H + r * config.confidence_head_with_markov
         self.confidence_head = ConfidenceHead(read) if config.enable_confidence_head else None
 
-    def slot_bias(self, states: BlockStates, lean: bool) -> SlotBias | None:
+    def slot_bias(self, states: BlockStates) -> SlotBias | None:
         "The Markov head's bias."
         head = self.markov_head
         if head is None:
@@ -354,7 +354,7 @@ class DSparkDraftModel(DFlashDraftModel):
         codes = head(embeds, states.hidden)
         # the token in front is that of the target's position: slots that share a target
         # share a vanilla bias
-        shared = lean and head.kind == "vanilla"
+        shared = states.lean and head.kind == "vanilla"
         row_codes = head.markov_w1(states.input_ids) if shared else None
         return SlotBias(embeds, codes, head.markov_w2.weight, row_codes)
 

@@ -434,7 +434,7 @@ class LiLiCorrDraftModel(DFlashDraftModel):
     def step_loss(
         self,
         states: BlockStates,
-        score: Callable,  # `block_loss` with everything but the states
+        score: Callable,  # `block_loss` of states
         gamma: float,  # these two as in `slot_decay`
         step_weights: StepWeights,
         upstream: bool,  # metrics as upstream reports them
@@ -445,19 +445,18 @@ class LiLiCorrDraftModel(DFlashDraftModel):
         ce_from_data: bool = False,  # True: `ce` counts the text's token as right
     ) -> tuple[Tensor, dict[str, Tensor]]:  # loss, metrics
         "The loss of the slots, and that of the lattice."
-        known: dict[str, Any] = score.keywords  # type: ignore[attr-defined] (a partial)
         blocks, first = states.blocks, self.config.first_slot
         next_tokens = self.data_labels(states.input_ids)
         if ce_from_data:
             score = partial(score, labels=next_tokens)
         out, metrics = score(states)
-        chunk = None if known["lean"] else states.hidden.numel()  # all rows at once
+        chunk = None if states.lean else states.hidden.numel()  # all rows at once
         ids, scores = self.training_lattice(states, chunk)
         targets, supervised = blocks.targets[:, first:], blocks.supervised[:, first:]
         hits = ids == next_tokens[targets][..., None]
         found, place = hits.any(-1), hits.int().argmax(-1)
         counted = found.int().cumprod(-1).bool() & supervised.all(-1, keepdim=True)
-        gaps = self.gaps(ids, place, known["target_hidden"][targets])
+        gaps = self.gaps(ids, place, states.target_hidden[targets])
         terms = lattice_losses(
             scores_behind(scores, place), place, gaps, counted, lattice_margin
         )

@@ -379,13 +379,13 @@ class XPressDraftModel(DFlashDraftModel):
             losses["ce_loss"] = out.loss
         passes = consistency_passes if consistency_weight else 0
         if base_anchor_weight or passes:
-            anchor, of_anchor = states, score
+            anchor = states
             if not base_anchor_weight:  # only its draft is needed
                 anchor = states._replace(hidden=states.hidden.detach())
             if base_anchor_full_weight:
                 ones = torch.ones_like(states.blocks.supervised, dtype=torch.float)
-                of_anchor = partial(score, weight=states.blocks.with_values(ones))
-            base, _ = of_anchor(anchor)
+                anchor = anchor._replace(weight=states.blocks.with_values(ones))
+            base, _ = score(anchor)
         if passes:
             known, by_round = text[:, : self.config.first_slot + 1], []
             drafting, scored = states, base  # what the round before drafted with
