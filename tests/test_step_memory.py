@@ -6,7 +6,9 @@ from transformers import Qwen3Config
 from speculators_nb.core.options import pairs
 from speculators_nb.lab.experiment import settings
 from speculators_nb.models.base import SpeculatorModel
-from speculators_nb.plan.step_memory import RECOMPUTED, chunks_as_on, measured_step, predicted_step, step_of
+from speculators_nb.nn import losses
+from speculators_nb.nn.losses import chunks_as_on
+from speculators_nb.plan.step_memory import RECOMPUTED, measured_step, predicted_step, step_of
 
 LAYER = Qwen3Config(
     hidden_size=64,
@@ -31,6 +33,16 @@ def test_a_step_without_memory_is_the_step(name, recomputed, device):
         found = measured_step(model, **arguments)
     assert predicted_step(name, *SHAPE, device=device, **given) == found
     assert found.held > 0 < found.working and (found.loss != 0) == (name not in ("medusa", "mlp"))
+
+
+@pytest.mark.parametrize("name", ["eagle3", "mtp", "lilicorr"])
+def test_chunks_of_a_cpu_have_no_part_in_a_step_of_a_device(name, monkeypatch):
+    given = settings(name, 2)
+    step = predicted_step(name, *SHAPE, device="cuda", **given)
+    monkeypatch.setattr(losses, "CHUNK_ROWS", 8)
+    monkeypatch.setattr(losses, "TILE_BYTES", 1 << 12)
+    assert predicted_step(name, *SHAPE, device="cuda", **given) == step
+    assert predicted_step(name, *SHAPE, device="cpu", **given) != step
 
 
 def test_the_flag_is_read_as_train_reads_it():

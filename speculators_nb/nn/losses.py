@@ -8,14 +8,16 @@ with the output head (fused linear cross-entropy): no [tokens, vocabulary] tenso
 __all__ = ['TOP_K', 'ALPHA_FLOOR', 'LK_DECAY', 'TINY', 'LOSSES', 'NORM_KINDS', 'CHUNK_ROWS', 'CHUNK_BYTES', 'CUDA_CHUNK_BYTES',
            'TILE_BYTES', 'LOW_PRECISION', 'SLOTS_AT_ONCE', 'RowWeight', 'Distribution', 'rowdot', 'one_hot', 'overlap',
            'RowLoss', 'parse_loss', 'autograd_gradient', 'score_rows', 'register_loss', 'score_logits', 'row_loss',
-           'FinalNorm', 'TargetHead', 'target_slots', 'chunk_rows', 'tile_rows', 'Chunk', 'cut_chunks', 'head_dtype',
-           'wide_product', 'chunk_logits', 'RowBias', 'TargetBias', 'HeadLoss', 'alike', 'score_chunk', 'HeadCase',
-           'scaled_gradient', 'head_loss', 'dense_head_loss']
+           'FinalNorm', 'TargetHead', 'target_slots', 'chunks_as_on', 'chunk_rows', 'tile_rows', 'Chunk', 'cut_chunks',
+           'head_dtype', 'wide_product', 'chunk_logits', 'RowBias', 'TargetBias', 'HeadLoss', 'alike', 'score_chunk',
+           'HeadCase', 'scaled_gradient', 'head_loss', 'dense_head_loss']
 
 # %% ../../nbs/nn/04_losses.ipynb #2f999eda
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -494,6 +496,17 @@ CHUNK_BYTES = 64 << 20
 CUDA_CHUNK_BYTES = 256 << 20
 # of logits between two products: softmax, loss, gradient are taken while they are in cache
 TILE_BYTES = 1 << 20
+_chunks_as_on: ContextVar[str | None] = ContextVar("chunks_as_on", default=None)
+
+
+@contextmanager
+def chunks_as_on(device: str) -> Iterator[None]:  # its kind
+    "Inside the block logits are cut as on this device, on any: a step of CUDA is counted on a CPU."
+    before = _chunks_as_on.set(device)
+    try:
+        yield
+    finally:
+        _chunks_as_on.reset(before)
 
 
 def chunk_rows(
@@ -501,14 +514,15 @@ def chunk_rows(
     device: torch.device | str,
 ) -> int:  # rows of logits a chunk, targets and drafts together
     "How many rows a chunk holds, from their size."
-    if torch.device(device).type == "cuda":
+    if (_chunks_as_on.get() or torch.device(device).type) == "cuda":
         return max(16, CUDA_CHUNK_BYTES // (4 * vocab_size))
     return min(CHUNK_ROWS, max(64, CHUNK_BYTES // (4 * vocab_size)))
 
 
 def tile_rows(vocab_size: int, device: torch.device, chunk: int) -> int:
     "How many rows of logits a tile holds; on CUDA a tile is the chunk."
-    return chunk if device.type == "cuda" else max(1, TILE_BYTES // (4 * vocab_size))
+    on_cuda = (_chunks_as_on.get() or device.type) == "cuda"
+    return chunk if on_cuda else max(1, TILE_BYTES // (4 * vocab_size))
 
 
 class Chunk(NamedTuple):

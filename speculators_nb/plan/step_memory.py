@@ -5,10 +5,9 @@ nbs/plan/01_step_memory.ipynb shows it beside FLOPs, bytes and time of each term
 import tempfile
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from transformers import PretrainedConfig, Qwen3Config
 from ..evaluate.cost import ALSO_COUNTED
 from ..models.base import SpeculatorModel
 from ..nn.layers import LAYER_FAMILIES, head_dim
-from ..nn.losses import chunk_rows, tile_rows
+from ..nn.losses import chunks_as_on
 from ..train.train_drafter import LAYER_ARGUMENTS
 from ..train.trainer import weights_to_float32
 from ..verifier.identity import VerifierInfo
@@ -225,23 +224,6 @@ def verifier_like(layer: Any, vocab: int, depth: int) -> PretrainedConfig:
         max_position_embeddings=2**17,
         tie_word_embeddings=False,
     )
-
-
-@contextmanager
-def chunks_as_on(device: str) -> Iterator[None]:
-    "Inside the block losses cut their rows as on this kind of device, wherever the tensors are."
-
-    def chunk(vocab, _):
-        return chunk_rows(vocab, device)
-
-    def tile(vocab, _, chunk):
-        return tile_rows(vocab, torch.device(device), chunk)
-
-    with (
-        patch.multiple("speculators_nb.nn.losses", chunk_rows=chunk, tile_rows=tile),
-        patch.multiple("speculators_nb.nn.token_loss", chunk_rows=chunk, tile_rows=tile),
-    ):
-        yield
 
 
 def predicted_step(
