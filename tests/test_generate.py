@@ -29,6 +29,7 @@ from speculators_nb.decode.proposal_setup import TreeDrafter
 from speculators_nb.decode.suffix import SuffixDrafter
 from speculators_nb.decode.tree import Sampling, TokenTree
 from speculators_nb.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from speculators_nb.serve.speculative_config import SpeculativeConfig
 from speculators_nb.verifier.tapped_model import Verifier
 
 EOS, VOCAB = 1, 40
@@ -134,6 +135,24 @@ def test_greedy_is_what_transformers_generates(verifiers, family, prompt):
             assert g.tokens == truth, (name, k, rule)
             assert g.finish_reason == ("stop" if truth[-1] == EOS else "length")
             assert g.tokens == g.tokens[:1] + [t for s in g.steps for t in s.tokens]
+
+
+def test_the_window_of_fly_is_that_of_the_drafts_that_were_asked_for(verifier):
+    """As in vLLM's dictionary. A wrong token with two right ones behind it is accepted by a window of 2, the longest of
+    three tokens; of six drafted ones the window is 5."""
+    prompt = PROMPTS[0]
+
+    def guess(tokens, k):
+        wrong = (hf_greedy(verifier, tokens, 1)[0] + 1) % VOCAB
+        return [wrong, *hf_greedy(verifier, [*tokens, wrong], 2)]
+
+    def text(rule, k):
+        return generate(verifier, Scripted(guess), prompt, max_new_tokens=12, k=k, rule=rule).tokens
+
+    dictionary = dict(method="ngram", num_speculative_tokens=6, rejection_sample_method="fly", engine_version="0.33")
+    assert text("fly", 6) == text(SpeculativeConfig(**dictionary).rule(), 6) == hf_greedy(verifier, prompt, 12)
+    by_draft, short = text(accept.fly(), 6)[:8], text("fly", 3)[:8]  # behind that drafts are cut to the limit
+    assert by_draft == short != text("fly", 6)[:8]
 
 
 @settings(max_examples=25, deadline=None)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .tree import TokenTree, draw_tokens, fetch, to_device
+from .tree import TokenTree, draw_tokens, fetch, long_tensor
 
 # %% ../../nbs/decode/02_acceptance_rules.ipynb #6d7b2a04
 class Choices:
@@ -229,7 +229,7 @@ def _turns(tree, by_level=False) -> list[Any]:
         depth[node] = depth[parent] + 1
         turns.setdefault((by_level * depth[node], seen[parent]), []).append(node)
         seen[parent] += 1
-    return [to_device(nodes, tree.parents.device) for _, nodes in sorted(turns.items())]
+    return [long_tensor(nodes, tree.parents.device) for _, nodes in sorted(turns.items())]
 
 
 def drafted_from(
@@ -319,7 +319,7 @@ def stop_at_first(
         passed = generator.first(chance, order)
     else:
         passed = flip(chance, generator)
-    place = to_device(sorted(order, key=order.__getitem__), chance.device)
+    place = long_tensor(sorted(order, key=order.__getitem__), chance.device)
     none = place.new_full((1,), len(tree))
     first = torch.cat([torch.where(passed, place, none), none]).amin()
     return ((place == first)[:, None] & tree.ancestors).any(0)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .tree import Sampling, TokenTree, to_device
+from .tree import Sampling, TokenTree, long_tensor
 from .verification import context_for
 from ..verifier.tapped_model import Verifier
 
@@ -116,8 +116,8 @@ class DraftModel:
         shape = [-1 if i % depth == 0 else i - 1 for i in range(count * depth)]
         device = self.model.device
         rows = paths.flatten().to(device, non_blocking=True)
-        tree = TokenTree(rows, to_device(shape, device), shape=shape)
-        return self.read(text, tree)[to_device([1 + end for end in ends], device)]
+        tree = TokenTree(rows, long_tensor(shape, device), shape=shape)
+        return self.read(text, tree)[long_tensor([1 + end for end in ends], device)]
 
     @classmethod
     def from_pretrained(

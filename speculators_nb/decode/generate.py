@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ..core.options import check_options
-from .acceptance_rules import RULES, Rule
+from .acceptance_rules import RULES, Rule, fly
 from speculators_nb.decode.step import (
     Generation,
     Looked,
@@ -33,7 +33,7 @@ from speculators_nb.decode.step import (
     propose,
     recorded,
 )
-from .tree import Drafter, Sampling, TokenTree, checks_later, to_device
+from .tree import Drafter, Sampling, TokenTree, checks_later, long_tensor
 from .verification import context_for
 from ..verifier.row_limits import RowLimits
 from ..verifier.tapped_model import Verifier
@@ -197,7 +197,9 @@ def generate(
     shallow copy of the drafter, which shares its weights."""
     given = dict(max_new_tokens=max_new_tokens, k=k, rule=rule, record=record)
     check_options(given | dict(kv_cache=kv_cache))
-    if isinstance(rule, str):
+    if rule == "fly" and isinstance(k, int):  # vLLM's window, also for shorter drafts
+        rule = fly(max(1, min(6, k - 1)))
+    elif isinstance(rule, str):
         rule = RULES[rule]
     listed = isinstance(prompt_ids, (list, tuple)) and bool(prompt_ids)
     many = listed and not isinstance(prompt_ids[0], int)
@@ -205,7 +207,7 @@ def generate(
         raise ValueError(f"inputs={[*inputs]} of {len(prompt_ids)} requests: pass one prompt")
     columns = feature_columns(verifier, drafter)
     if isinstance(columns, list):
-        columns = to_device(columns, verifier.device)
+        columns = long_tensor(columns, verifier.device)
     requests = [
         new_request(
             verifier,

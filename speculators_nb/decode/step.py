@@ -19,7 +19,7 @@ from .tree import (
     checks_later,
     fetch,
     require,
-    to_device,
+    long_tensor,
 )
 
 
@@ -171,8 +171,8 @@ def choose(request: Request, rule: Rule, tree: TokenTree, logits: Tensor) -> tup
         decision = rule.choose(tree, probs, sampling.generator)
     if not isinstance(decision, Decision):  # a rule that has looked
         path, token = decision
-        accepted = to_device([node in path for node in range(len(tree))], logits.device)
-        decision = Decision(accepted.bool(), to_device([token], logits.device)[0])
+        accepted = long_tensor([node in path for node in range(len(tree))], logits.device)
+        decision = Decision(accepted.bool(), long_tensor([token], logits.device)[0])
     return decision, probs
 
 
@@ -217,7 +217,7 @@ def add_step(
     receives hidden states of a rejected token."""
     tree, draft, path, nodes, last = looked
     unread = len(request.tokens) - request.read
-    accepted = to_device(nodes, hidden.device)
+    accepted = long_tensor(nodes, hidden.device)
     if nodes == list(range(len(nodes))):
         accepted = slice(0, len(nodes))
     if len(request.drafter.aux_layer_ids):

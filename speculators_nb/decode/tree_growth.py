@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..core.options import MOST_DRAFTED
-from .tree import GreedyWithProbs, Sampling, TokenTree, to_device
+from .tree import GreedyWithProbs, Sampling, TokenTree, long_tensor
 
 # %% ../../nbs/decode/09_tree_growth.ipynb #21160f87
 NextLogProbs = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -152,7 +152,7 @@ def shaped_tree(
         families: dict[Choices, list[int]] = {}  # path of a parent -> choices of its children
         for path in paths:
             families.setdefault(path[:-1], []).append(path[-1])
-        nodes = to_device([node_of[up] for up in families], tokens.device)
+        nodes = long_tensor([node_of[up] for up in families], tokens.device)
         rows = next_log_probs(nodes, tokens, parents)
         made = (x.to(rows.device, non_blocking=True) for x in (tokens, parents, real))
         tokens, parents, real = made
@@ -172,7 +172,7 @@ def shaped_tree(
         for up, choices in families.items():
             for choice in choices:
                 node_of[*up, choice] = len(node_of) - 1
-        where, up = to_device(at, rows.device), to_device(ups, rows.device)
+        where, up = long_tensor(at, rows.device), long_tensor(ups, rows.device)
         parent_is_real = pad(real, (0, 1), value=True)[up]  # the last decided token is -1
         tokens = torch.cat([tokens, found.flatten()[where]])
         real = torch.cat([real, there.flatten()[where] & parent_is_real])

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
 
-from .tree import TokenTree, to_device
+from .tree import TokenTree, long_tensor
 from ..verifier.cache import crop_cache, new_cache, recurrent_kinds
 from ..verifier.layer_masks import attention_masks, check_takes_masks
 from speculators_nb.verifier.static_pass import (
@@ -92,7 +92,7 @@ def gather_slots(
         for name in ("keys", "values"):
             states = getattr(layer, name)  # [B, heads, slots, head_dim]
             if len(requests) < len(states):
-                states = states[to_device(requests, states.device)]
+                states = states[long_tensor(requests, states.device)]
             where = index[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
             end = start + index.shape[1]
             states[:, :, start:end] = states.gather(2, where)
@@ -118,7 +118,7 @@ class Context:
         "On the verifier's device."
         device = self.verifier.device
         slots = torch.arange(self.slots, device=device).expand(len(self.lengths), -1)
-        return slots.masked_fill(slots >= to_device(self.lengths, device)[:, None], -1)
+        return slots.masked_fill(slots >= long_tensor(self.lengths, device)[:, None], -1)
 
     def forget(self, length: int):  # tokens to keep
         "Cut the only request back to its beginning."
@@ -142,7 +142,7 @@ class Context:
             crop_cache(self.cache, end)
         else:
             index = [tail + [0] * (end - start - len(tail)) for tail in tails]
-            gather_slots(self.cache, requests, start, to_device(index, self.verifier.device))
+            gather_slots(self.cache, requests, start, long_tensor(index, self.verifier.device))
         self.slots, self.lengths = end, [start + len(tail) for tail in tails]
 
     def _decided(self, b, path, start):
@@ -247,7 +247,7 @@ class StaticContext(Context):
             sources[row] = [start + node for node in path] + targets[row][len(path) :]
         if sources != targets and self.buffers is not None:
             device = self.verifier.device
-            self.buffers.move(to_device(sources, device), to_device(targets, device))
+            self.buffers.move(long_tensor(sources, device), long_tensor(targets, device))
 
     def read(self, unread, trees, inputs=None):
         "As `Context.read`. What it returns of a step is valid until the next one."
@@ -278,7 +278,7 @@ class StaticContext(Context):
         step.ids.zero_()
         step.positions.zero_()
         step.among[:] = step.own
-        step.lengths[:] = to_device(self.lengths, self.verifier.device)
+        step.lengths[:] = long_tensor(self.lengths, self.verifier.device)
         return step
 
 # %% ../../nbs/decode/03_verification.ipynb #ceabcf5e
@@ -312,7 +312,7 @@ class RecurrentContext:
         "Add the accepted nodes to the texts."
         requests = list(range(len(paths))) if requests is None else requests
         device = self.verifier.device
-        accepted = [t.tokens[to_device(path, device)] for t, path in zip(self.trees, paths)]
+        accepted = [t.tokens[long_tensor(path, device)] for t, path in zip(self.trees, paths)]
         self.texts = [torch.cat([self.texts[b], accepted[b]]) for b in requests]
         self.caches = [self.caches[b] for b in requests]
         self.cached = [self.cached[b] for b in requests]
@@ -342,7 +342,7 @@ class RecurrentContext:
         hidden = torch.cat([tail, tail[-1:].expand(nodes, -1)])
         for path in tree.paths():
             cache = copy.deepcopy(self.caches[b])
-            at = to_device(path, logits.device)
+            at = long_tensor(path, logits.device)
             out: Any = self.verifier(tree.tokens[at][None], past_key_values=cache)
             logits[1 + at] = out.logits[0]
             hidden[len(unread) + at] = out.hidden_states[0]
