@@ -346,7 +346,6 @@ def plot_tree(
     path = {-1, *(int(i) for i in accepted)}
     deepest = max(depth.values())
     fig, ax = new_axes(1.1 + 1.15 * deepest, 0.9 + 0.42 * leaves)
-    centred: dict[str, Any] = dict(ha="center", va="center")
     for node in order:
         kept = node in path
         if node >= 0:
@@ -355,14 +354,14 @@ def plot_tree(
             colour, width = (fill, 2.5) if kept else ("#aaaaaa", 1)
             ax.plot(x, y, zorder=1, color=colour, linewidth=width)
             if weights is not None:
-                place = x @ [1 / 3, 2 / 3], y @ [1 / 3, 2 / 3]
                 text = f"{float(weights[node]):.2f}"
                 ground = dict(fc="white", ec="none", pad=0.5)
-                ax.text(*place, text, fontsize=7, zorder=2, bbox=ground, **centred)
+                x, y = x @ [1 / 3, 2 / 3], y @ [1 / 3, 2 / 3]
+                ax.text(x, y, text, fontsize=7, zorder=2, bbox=ground, ha="center", va="center")
         box = dict(boxstyle="round,pad=0.3", fc=fill if kept else "#eeeeee", ec="none")
         colour = "white" if kept else "#222222"
-        place = depth[node], height[node]
-        ax.text(*place, texts[node], fontsize=9, zorder=3, color=colour, bbox=box, **centred)
+        x, y = depth[node], height[node]
+        ax.text(x, y, texts[node], fontsize=9, zorder=3, color=colour, bbox=box, ha="center", va="center")
     ax.set(xticks=range(deepest + 1), yticks=[])
     ax.set(xlim=(-0.4, deepest + 0.5), ylim=(leaves - 0.4, -0.6))
     ax.spines["left"].set_visible(False)

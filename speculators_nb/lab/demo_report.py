@@ -111,13 +111,13 @@ def readable_tables(evaluation: Evaluation) -> dict:
     setting = ["drafter", "temperature"]
     speed = evaluation.performance
     if len(speed):
-        faster = {"times as fast as without a drafter": with_interval(speed, "speedup")}
-        speed = speed.assign(**faster).rename(columns={"tokens_per_second": "tokens a second"})
-        speed = speed.set_index(setting)[["tokens a second", *faster]].round(1)
-    with_length = {"mean acceptance length": with_interval(total, "mean_length")}
-    lengths = total.assign(**with_length).set_index(setting)
+        names = {"tokens_per_second": "tokens a second", "faster": "times as fast as without a drafter"}
+        speed = speed.assign(faster=with_interval(speed, "speedup")).set_index(setting)
+        speed = speed[[*names]].rename(columns=names).round(1)
+    lengths = total.assign(length=with_interval(total, "mean_length")).set_index(setting)
+    lengths = lengths[["length", "tokens", "steps"]].rename(columns={"length": "mean acceptance length"})
     return {
-        "Mean acceptance length": lengths[["mean acceptance length", "tokens", "steps"]],
+        "Mean acceptance length": lengths,
         **({"Speed": speed} if len(speed) else {}),
         "Acceptance at each position": per_position("unconditional"),
         "Acceptance at each position, the ones before it accepted": per_position("conditional"),

@@ -83,7 +83,7 @@ def feature_noise(
     std: float = 0.2,  # s
     generator: torch.Generator | None = None,  # None: torch's global one
 ) -> Tensor:  # [L, H]
-    "Uniform noise U(-s/2, s/2) * 512/S for a document of S rows (EAGLE's training code)."
+    "Uniform noise U(-s/2, s/2) * 512/S for a document of S positions (EAGLE's training code)."
     lengths = (document_ids[:, None] == document_ids).sum(-1, keepdim=True)
     device = document_ids.device if generator is None else generator.device
     drawn = torch.rand(len(document_ids), size, generator=generator, device=device)
@@ -316,7 +316,7 @@ class EagleSpeculator(AttachableVerifier, TrainingTimeTest):
         layer = self.config.transformer_layer_config
         back_end = attention_back_end(attn_impl, device, lean, layer)
 
-        drafts, scored = None, []  # predicted features of the rows with loss, step by step
+        drafts, scored = None, []  # predicted features of positions with loss, by step
         if lean:
             steps = LeanSteps(self, carries_loss, documents, positions, back_end)
             for t, rows in enumerate(steps.rows):
@@ -326,7 +326,7 @@ class EagleSpeculator(AttachableVerifier, TrainingTimeTest):
                     read = ids[(rows + t).clamp_max(len(ids) - 1)]
                 features = self.predicted(steps.layers(t, self.fuse(read, features)))
                 scored.append(take_rows(features, steps.scored[t]))
-        else:  # the definition: every row at every step
+        else:  # the definition: every position at every step
             dense = self.dense_hidden(ids, features, documents, positions, K, back_end)
             drafts = [self.logits(states).argmax(-1)[None] for states in dense]
             at = [rows.nonzero()[:, 0].to(device) for rows in carries_loss]

@@ -146,7 +146,7 @@ class TrainingTimeTest(SpeculatorModel):
         window: int | None,  # of a layer
         document_ids: Tensor,  # [L]
     ) -> Mask:  # for L queries and (t+1)·L keys, at every step t
-        "What a row attends to: keys of step 0, and its own of later steps."
+        "What a position attends to: keys of step 0, and its own of later steps."
         return ttt(document_ids, len(document_ids), window)
 
     def training_mask(
@@ -198,7 +198,7 @@ class StepAttention:
 
     mask: Mask  # `ttt`, or another with its keys
     impl: str = "blocked"  # of `prefix_attention`
-    part: RowPart | None = None  # of a row that ranks share: keys of its heads
+    part: RowPart | None = None  # of a packed row that ranks share: keys of its heads
     # keys and values of the steps so far: [Hkv, L, D] of every row at step 0, then [Hkv, N, D]
     steps: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -248,7 +248,7 @@ class LeanSteps:
         document_ids: Tensor,  # [L]; for "flex" better on the host
         position_ids: Tensor,  # [L]
         impl: str = "blocked",  # of `prefix_attention`
-        part: RowPart | None = None,  # of a row that ranks share; None: all of it is here
+        part: RowPart | None = None,  # of a packed row that ranks share; None: it is all here
     ):
         L, device = len(position_ids), position_ids.device
         self.model, self.row_length = model, L
@@ -330,7 +330,7 @@ def step_metrics(
     mixture: dict[str, float],  # loss name -> weight
     carries_loss: Tensor,  # [K, L] bool
     upstream: bool,  # cross_document_targets: losses are means over the batch, with total 1
-    row_counts: Tensor | None = None,  # [K] of the row that these are a part of
+    row_counts: Tensor | None = None,  # [K] of the packed row that these are a part of
 ) -> dict[str, Tensor]:  # sums and totals
     "Losses, acceptance and accuracies by step. Each metric is a pair of sum and total."
     # position i at step t is scored with the state at i+t, which predicts x_{i+2+t}
@@ -565,8 +565,8 @@ class Eagle3DraftModel(TrainingTimeTest):
         verifier_last_hidden_states: Tensor | None = None,
         position_ids: Tensor | None = None,  # [1, L] i+1 in each document; None: one
         lean: bool = True,  # False: the dense definition, which also returns draft tokens
-        # ranks that share the row: features are those of this rank (`RowPart.of_batch`), and
-        # the loss is its part of the row's; None: the row is here
+        # ranks that share the packed row: features are those of this rank
+        # (`RowPart.of_batch`), the loss is its part of the whole; None: it is all here
         row_group: dist.ProcessGroup | None = None,
         *,
         ttt_steps: int = 3,  # K
@@ -679,7 +679,7 @@ class Eagle3DraftModel(TrainingTimeTest):
         return ForwardOutput(drafts, out.loss, metrics)
 
     def targets_ahead(self, ttt_steps: int = 3, **others) -> int:
-        "How many positions behind its own a rank needs of a shared row's targets."
+        "How many positions behind its own a rank needs of a shared packed row's targets."
         return ttt_steps - 1
 
     @classmethod

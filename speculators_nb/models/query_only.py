@@ -486,7 +486,7 @@ class QueryOnlyDraftModel(SpeculatorModel):
         return nothing.scatter(-1, known, logits.gather(-1, known))
 
     def mask(self, kind: str, document_ids: Tensor) -> Mask:  # [L] -> of L x L
-        "A row attends to its own position and those before it, at every step."
+        "A position attends to itself and those before it, at every step."
         mask, window = same_document(document_ids) & causal(), self.windows[kind]
         return mask if window is None else mask & sliding_window(window)
 

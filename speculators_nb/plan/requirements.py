@@ -216,8 +216,8 @@ def training_step(
     bf16, depth = values["bf16"], info.text.num_hidden_layers
 
     def predicted(share):
-        shape = sizes.text, sizes.rows, depth, length, each, share
-        return predicted_step(algorithm, *shape, bf16=bf16, device=device, **given)
+        layer, rows = sizes.text, sizes.rows
+        return predicted_step(algorithm, layer, rows, depth, length, each, share, bf16=bf16, device=device, **given)
 
     step = predicted(1.0)
     memory = step_memory(sizes, step, length, values["optimizer"], bf16, ranks, bool(values.get("fsdp")))

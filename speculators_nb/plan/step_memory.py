@@ -158,15 +158,15 @@ def step_of(
     """A drafter in training mode on the CPU whose vocabulary is the verifier's, with random weights, and the arguments
     of `measured_step`: a random batch of one packed row (docs/architecture.md, Contracts), and how to train."""
     plain = {n: v for n, v in given.items() if n != RECOMPUTED}
-    shape = dict(num_layers=layer.num_hidden_layers if given.get("draft_config") else given.get("num_layers"))
-    if layer.model_type in LAYER_FAMILIES and not SpeculatorModel.registered_class(algorithm).fixed_layers:
-        shape["draft_arch"] = layer.model_type
+    num_layers = layer.num_hidden_layers if given.get("draft_config") else given.get("num_layers")
+    fixed = SpeculatorModel.registered_class(algorithm).fixed_layers
+    draft_arch = layer.model_type if layer.model_type in LAYER_FAMILIES and not fixed else None
     left_out = ("draft_arch", "num_layers", *LAYER_ARGUMENTS, "mask_token_id", "draft_vocab_size")
     own = {n: v for n, v in plain.items() if n not in left_out}
     with tempfile.TemporaryDirectory() as folder:
         verifier_like(layer, rows, depth).save_pretrained(folder)
         info, device = VerifierInfo.of(folder), "meta" if fake else "cpu"
-        model = empty_drafter(algorithm, info, device=device, **shape, **own)
+        model = empty_drafter(algorithm, info, draft_arch, num_layers, device=device, **own)
     weights_to_float32(model, frozen=not bf16)
     mode = without_memory(model) if fake else nullcontext()
     states = max(1, len({*model.drafter().aux_layer_ids} - {depth}))

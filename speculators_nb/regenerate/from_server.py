@@ -31,9 +31,9 @@ def retokenise(
     ValueError: the template does not let an answer continue its prompt."""
 
     def text_of(messages):
-        kwargs = dict(tools=replay.tools, **replay.template_kwargs)
+        how = replay.template_kwargs
         try:
-            return str(tokenizer.apply_chat_template(messages, tokenize=False, **kwargs))
+            return str(tokenizer.apply_chat_template(messages, tools=replay.tools, tokenize=False, **how))
         except Exception as e:  # a template may raise anything
             raise Misread(f"the chat template fails: {type(e).__name__}: {e}") from e
 

@@ -8,6 +8,7 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 
 from ..data.chat_encoding import add_turn
 from ..data.chat_template import reach, template_errors
@@ -216,10 +217,16 @@ class Replay:
         """A history as the verifier reads it. Of one with more than `limit` tokens only as many as show that it is too
         long."""
         messages = [_spelled(message) for message in messages]
-        kwargs = dict(tools=self.tools, add_generation_prompt=prompt, **self.template_kwargs)
+        apply = partial(
+            tokenizer.apply_chat_template,
+            messages,
+            tools=self.tools,
+            add_generation_prompt=prompt,
+            **self.template_kwargs,
+        )
         if limit and sum(len(str(m["content"])) for m in messages) > reach(limit):
             with template_errors(tokenizer.name_or_path):
-                text = tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
+                text = apply(tokenize=False)
             end = reach(limit)
             while end < len(text):
                 ids = tokenizer(text[:end], add_special_tokens=False)["input_ids"]
@@ -227,7 +234,7 @@ class Replay:
                     return ids
                 end *= 4
         with template_errors(tokenizer.name_or_path):
-            encoded = tokenizer.apply_chat_template(messages, return_dict=True, **kwargs)
+            encoded = apply(return_dict=True)
         return encoded["input_ids"]
 
     def next_seed(self) -> int:
