@@ -88,7 +88,7 @@ def encode_row(
     dtype = stored_dtype(dtype)
     tensors = {"token_ids": torch.as_tensor(token_ids, dtype=torch.long).cpu()}
     if dtype is FP8:
-        tensors["hidden_states"], tensors[SCALES[0]] = (t.cpu() for t in to_fp8(states, (1, 2)))
+        tensors["hidden_states"], tensors[SCALES[0]] = (t.cpu() for t in to_fp8(states))
         checked = tensors[SCALES[0]]
     else:
         checked = tensors["hidden_states"] = states.detach().to("cpu", dtype)

@@ -138,7 +138,7 @@ def whole_weights(
             f"{', and transform_config is set' if transforms else ''}; a drafter is read in FP8 ({', '.join(METHODS)}), "
             "and in ModelOpt's NVFP4; take its checkpoint that is not quantised"
         )
-    log.warning("%s: %d quantised weights are now %s, as trained on and saved", source, len(whole), dtype)
+    log.warning("%s: %d weights are stored quantised, and read as %s", source, len(whole), dtype)
     return left | whole
 
 
