@@ -28,7 +28,8 @@ from safetensors.torch import load_file, save_file  # noqa: E402
 
 from speculators_nb.models.base import SpeculatorModel  # noqa: E402
 from speculators_nb.models.convert import export_fp8  # noqa: E402
-from speculators_nb.train.train_drafter import new_drafter  # noqa: E402
+from speculators_nb.nn.layers import draft_layer_config  # noqa: E402
+from speculators_nb.nn.target_head import verifier_config  # noqa: E402
 
 DRAFTER, VERIFIER = ROOT / "data/tiny-drafter", ROOT / "data/tiny-verifier"
 COMPRESSOR = BaseCompressor.get_value_from_registry("float-quantized")
@@ -108,8 +109,10 @@ def main():
     with tempfile.TemporaryDirectory() as tmp:
         tmp = Path(tmp)
         models = {"eagle3": SpeculatorModel.from_pretrained(DRAFTER, verifier=VERIFIER)}
+        layers = draft_layer_config(verifier_config(VERIFIER), "qwen3", 2)
         for name in ("peagle", "dflash", "dspark", "dflash2"):
-            models[name] = new_drafter(name, VERIFIER, "qwen3", 2)
+            made = SpeculatorModel.registered_class(name).from_training_args
+            models[name] = made(layers, verifier_name_or_path=str(VERIFIER), mask_token_id=0)
         for name, model in models.items():
             model.save_pretrained(tmp / name)
             export_fp8(tmp / name, tmp / f"{name}-fp8")
