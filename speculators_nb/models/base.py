@@ -438,8 +438,9 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         """Load a drafter; the config's `speculators_model_type` names its class. The
         verifier's embedding, head and norm are read from its folder or hub id; training needs
         them, and a drafter that stores its own drafts without. Where `verifier` is given, a
-        checkpoint of another project is converted. Errors: FileNotFoundError; ValueError
-        naming missing, unexpected or misshapen tensors, or an adapter of another drafter."""
+        checkpoint of another project is converted. Weights in FP8 are made whole, in `dtype`.
+        Errors: FileNotFoundError; ValueError naming missing, unexpected or misshapen tensors, or
+        an adapter of another drafter."""
         path = pretrained_model_name_or_path
         device = requested_device(device_map)
         wanted = requested_dtype(dtype or torch_dtype)

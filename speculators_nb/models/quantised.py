@@ -75,6 +75,10 @@ def from_fp8(name: str, tensors: Tensors, block: tuple[int, int]) -> torch.Tenso
         raise ValueError(
             f"tensor {name} is FP8 and has no {name}_scale; fetch the checkpoint again, with all its files"
         )
+    if not tensors[of].is_floating_point():  # exponents of two, of MXFP8
+        raise ValueError(
+            f"tensor {of} holds {tensors[of].dtype}, no factors; take the checkpoint that is not quantised"
+        )
     scale = tensors[of].float()
     blocks = tuple(ceil(n / size) for n, size in zip(codes.shape, block))
     if scale.numel() == 1:
@@ -113,19 +117,20 @@ def whole_weights(
     odd = [n for n, w in tensors.items() if w.dtype not in plain and not n.endswith(("d2t", "t2d"))]
     if not odd:
         return tensors
-    method, transforms = quantization.get("quant_method"), quantization.get("transform_config")
+    method = quantization.get("quant_method")
+    transforms = _object(quantization.get("transform_config")).get("config_groups")
     whole: Tensors = {}
     left = {n: w for n, w in tensors.items() if n.rpartition(".")[2] not in (*SCALES, *OF_ENGINES)}
     dtype = dtype or next((w.dtype for w in left.values() if w.dtype in FLOATS), torch.bfloat16)
     for name, weight in left.items():
         try:
-            if weight.dtype is FP8 and name.endswith(".weight"):
+            if weight.dtype is FP8 and weight.ndim == 2:
                 wide = from_fp8(name, tensors, block_size(quantization))
-            elif f"{name}_scale_2" in tensors:
+            elif {f"{name}_scale", f"{name}_scale_2"} <= tensors.keys():
                 wide = from_nvfp4(name, tensors)
             else:
                 continue
-        except ValueError as e:
+        except (RuntimeError, ValueError) as e:  # the former of torch, for shapes
             raise ValueError(f"{source}: {e}") from None
         if not wide.isfinite().all():
             raise ValueError(f"{source}: tensor {name} times its scale is NaN or infinity; fetch the checkpoint again")
@@ -133,10 +138,11 @@ def whole_weights(
     other = next((name for name in odd if name in left and name not in whole), None)
     if method not in (*METHODS, None) or transforms or other or not whole:
         name = other or odd[0]
+        rotated = ", and transform_config is set" if transforms else ""
         raise ValueError(
-            f"{source}: quantization_config.quant_method={method!r}: {name} holds {tensors[name].dtype}"
-            f"{', and transform_config is set' if transforms else ''}; a drafter is read in FP8 ({', '.join(METHODS)}), "
-            "and in ModelOpt's NVFP4; take its checkpoint that is not quantised"
+            f"{source}: quantization_config.quant_method={method!r}: {name} holds {tensors[name].dtype}{rotated}; a "
+            f"drafter is read in FP8 ({', '.join(METHODS)}), and in ModelOpt's NVFP4; take its checkpoint that is not "
+            "quantised"
         )
     log.warning("%s: %d weights are stored quantised, and read as %s", source, len(whole), dtype)
     return left | whole

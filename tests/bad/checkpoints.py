@@ -278,6 +278,10 @@ DRAFTERS |= {
         dict(tensors={ENTRY: in_fp8, SCALE: torch.ones(3, 1)}, **COMPRESSED),
         f"new: tensor {SCALE} has shape \\(3, 1\\), for a weight of .*needed is one number, one for each row, or",
     ),
+    "FP8 with exponents for scales": (
+        dict(tensors={ENTRY: in_fp8, SCALE: torch.ones(1, dtype=torch.uint8)}, **COMPRESSED),
+        f"new: tensor {SCALE} holds torch.uint8, no factors; take the checkpoint that is not quantised",
+    ),
     "FP8 with a scale that is NaN": (
         dict(tensors={ENTRY: in_fp8, SCALE: torch.tensor(torch.nan)}, **COMPRESSED),
         f"new: tensor {ENTRY} times its scale is NaN or infinity; fetch the checkpoint again",
@@ -292,7 +296,7 @@ DRAFTERS |= {
     "FP8 of weights that were rotated": (
         dict(
             tensors={ENTRY: in_fp8, SCALE: torch.ones(1)},
-            config=method(quant_method="compressed-tensors", transform_config=dict(config_groups={})),
+            config=method(quant_method="compressed-tensors", transform_config=dict(config_groups=dict(R1={}))),
         ),
         "and transform_config is set; a drafter is read in FP8 .*take its checkpoint that is not quantised",
     ),
