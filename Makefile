@@ -121,6 +121,7 @@ vllm-servers:
 	$(OFFLINE) .venv-vllm/bin/python tests/vllm/check_speculative_config.py
 	$(OFFLINE) .venv-vllm/bin/python tests/vllm/check_dflash2.py
 	$(OFFLINE) .venv-vllm/bin/python tests/vllm/check_lilicorr.py
+	$(OFFLINE) .venv-vllm/bin/python tests/vllm/check_fp8.py
 
 .PHONY: vllm-all
 vllm-all: vllm  ## what `make vllm-test` and `make pipeline-test` leave out: all variants, suffix decoding, Medusa and n-gram lookup in a server, answers and hidden states of one, MTP heads of every family, kills of each stage

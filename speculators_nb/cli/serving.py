@@ -2,13 +2,14 @@
 Apart from the other commands on a drafter: nothing of training and evaluation is imported before vLLM starts."""
 
 import contextlib
+import shlex
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.options import check_options
 from ..core.provenance import without_secrets
 from ..features.extraction import extraction_options, writable_storage
-from ..models.convert import export_native
+from ..models.convert import export_fp8, export_native
 from ..models.llama_cpp import check_llama_cpp, export_llama_cpp
 from ..nn.target_head import text_config, verifier_config
 from ..serve.serve_command import find_verifier, serve_command, serve_environment
@@ -91,13 +92,16 @@ def check(
 def export(
     checkpoint: str,  # a drafter of this library or of upstream's
     output_dir: str,  # the new folder; must not exist
-    to: str | None = None,  # llama.cpp: a GGUF file for it; default: as another project stores it
+    # llama.cpp: a GGUF file for it; fp8: for vLLM, with weights in eight bits; default: as another project stores it
+    to: str | None = None,
     format: str | None = None,  # that project's; default: the first of the drafter's type
     verifier: str | None = None,  # folder or hub id; with --to llama.cpp the GGUF file that it serves
     trust_remote_code: bool = False,  # run configuration code that comes with the verifier
 ) -> str:  # what to tell the user
-    "Write a drafter as other projects store it, the inverse of `convert`, or as llama.cpp reads it."
+    "Write a drafter as other projects store it, the inverse of `convert`, as llama.cpp reads it, or in FP8 for vLLM."
     check_options(locals(), "export")
+    if to == "fp8":
+        return f"{export_fp8(checkpoint, output_dir)}\nNext: speculators-nb serve {shlex.quote(output_dir)}"
     if to is None:
         return export_native(checkpoint, output_dir, format, verifier, trust_remote_code)
     return f"{output_dir}\nNext: {export_llama_cpp(checkpoint, output_dir, str(verifier))}"

@@ -344,6 +344,15 @@ def remote_code_allowed() -> bool:  # False unless inside of `remote_code(True)`
 
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # of stored weights
+FP8 = torch.float8_e4m3fn
+
+
+def to_fp8(numbers: torch.Tensor, dims: tuple[int, ...] = (1, 2)) -> tuple[torch.Tensor, torch.Tensor]:
+    """numbers ≈ codes · scales: codes e4m3 of the same shape, and one scale float32 for all numbers along `dims`: for
+    each token of hidden states [seq, A+1, H] by default, for each row of a weight [O, I] along (1,)."""
+    wide = numbers.float()
+    scales = (wide.abs().amax(dims, keepdim=True) / torch.finfo(FP8).max).clamp(min=1e-12)
+    return (wide / scales).to(FP8), scales
 
 
 def tensor_problem(name: str, found: torch.Tensor, wanted: torch.Tensor) -> str | None:  # a sentence; None: it is right

@@ -477,6 +477,8 @@ def _check_together(values: Mapping, command: str) -> None:
             _leave_out(values, ["aux_layer_ids"], why)
         case "check" if get("engine") == "llama.cpp":
             _leave_out(values, ["engine_version"], "is a version of vLLM; leave it out, or set engine=vllm")
+        case "export" if get("to") == "fp8":
+            _leave_out(values, ("format", "verifier"), "has no effect with to=fp8; leave it out")
         case "export" if get("to") is not None:
             why = "has no effect with to=llama.cpp, which reads GGUF; leave one of them out"
             _leave_out(values, ["format"], why)
@@ -707,7 +709,7 @@ RULES |= {
     "engine": word("reference", "vllm"),
     "engine_version": word("0.32", "0.33", none=True),
     "source": word("hf", "vllm"),
-    "to": word("llama.cpp", none=True),
+    "to": word("llama.cpp", "fp8", none=True),
     "rows": word("conversation", "turn"),
     "too_long": word("cut", "drop"),
     "on_bad": word("raise", "skip"),

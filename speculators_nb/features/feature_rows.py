@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from safetensors import safe_open
 
-from ..core.checkpoints import load_pickle, save_tensors
+from ..core.checkpoints import FP8, load_pickle, save_tensors, to_fp8
 from ..core.files import writable_folder
 
 
@@ -42,18 +42,9 @@ def feature_path(data_dir: str | os.PathLike, i: int) -> Path:
     return Path(data_dir) / f"hs_{i}.safetensors"
 
 
-FP8 = torch.float8_e4m3fn
 STATES = (torch.bfloat16, torch.float16, torch.float32)  # that a file can hold besides
 # what is written, and another spelling that is read
 SCALES = "hidden_states_scales", "hidden_states_scale"
-
-
-def to_fp8(states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """states [seq, A+1, H] ≈ codes · scales: codes [seq, A+1, H] e4m3, and one scale for each token, [seq, 1, 1]
-    float32."""
-    wide = states.float()
-    scales = (wide.abs().amax((1, 2), keepdim=True) / torch.finfo(FP8).max).clamp(min=1e-12)
-    return (wide / scales).to(FP8), scales
 
 
 def from_fp8(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

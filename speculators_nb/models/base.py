@@ -36,6 +36,7 @@ from .draft_network import (
 )
 from .drafter_arguments import check_whole_vocabulary
 from .formats import Tensors, pickled_tensors
+from .quantised import stored_quantization, unquantised_config, whole_weights
 from .serving_rules import Rule
 
 _Class = TypeVar("_Class")
@@ -77,12 +78,15 @@ def stored_config(path: str | os.PathLike | None, config: Any = None) -> Specula
     return SpeculatorModelConfig.from_pretrained(place)
 
 
-def stored_state(path: str | os.PathLike, use_safetensors: bool | None = None) -> Tensors:
+def stored_state(
+    path: str | os.PathLike, use_safetensors: bool | None = None, dtype: torch.dtype | None = None
+) -> Tensors:
     """The tensors of a drafter (folder or hub id); `use_safetensors=False`: of pytorch_model.bin, read as data.
-    Errors: FileNotFoundError, ValueError."""
+    Quantised weights are made whole in `dtype` (`whole_weights`). Errors: FileNotFoundError, ValueError."""
     if use_safetensors is False:
         return pickled_tensors(model_file(path, "pytorch_model.bin"))
-    return read_state(resolve_checkpoint(path))
+    folder = resolve_checkpoint(path)
+    return whole_weights(read_state(folder), stored_quantization(folder), path, dtype)
 
 
 def requested_dtype(dtype: torch.dtype | str | None, state: Tensors | None = None) -> torch.dtype | None:
@@ -434,8 +438,9 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         """Load a drafter; the config's `speculators_model_type` names its class. The
         verifier's embedding, head and norm are read from its folder or hub id; training needs
         them, and a drafter that stores its own drafts without. Where `verifier` is given, a
-        checkpoint of another project is converted. Errors: FileNotFoundError; ValueError
-        naming missing, unexpected or misshapen tensors, or an adapter of another drafter."""
+        checkpoint of another project is converted. Weights in FP8 are made whole, in `dtype`.
+        Errors: FileNotFoundError; ValueError naming missing, unexpected or misshapen tensors, or
+        an adapter of another drafter."""
         path = pretrained_model_name_or_path
         device = requested_device(device_map)
         wanted = requested_dtype(dtype or torch_dtype)
@@ -451,7 +456,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
             given = config is not None or state_dict is not None
             if verifier and path is not None and not given and is_foreign(path):
                 import_models()
-                drafter_config, state = FOREIGN[0](path, verifier)
+                drafter_config, state = FOREIGN[0](path, verifier, wanted)
             else:
                 drafter_config, state = stored_config(path, config), state_dict
                 if state is None:
@@ -460,7 +465,8 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
                             f"from_pretrained got a {type(drafter_config).__name__} alone; give the path or the "
                             "state_dict of a drafter too, or make a fresh one by its class: Class(config)"
                         )
-                    state = stored_state(path, use_safetensors)
+                    state = stored_state(path, use_safetensors, wanted)
+            drafter_config = unquantised_config(drafter_config)
             klass = cls.registered_model_class_from_config(drafter_config)
             if not issubclass(klass, cls):
                 raise ValueError(

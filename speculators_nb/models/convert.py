@@ -1,5 +1,5 @@
-"""Converts drafters between other projects' checkpoint formats and this library's.
-Tensors are renamed and nothing is computed, so nothing is lost on the way back."""
+"""Converts drafters between other projects' checkpoint formats and this library's, and to FP8 for vLLM.
+Tensors are renamed and nothing is computed, so nothing is lost on the way back; but for quantised weights."""
 
 import inspect
 import json
@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..core.checkpoints import hub_access, read_state, resolve_checkpoint
+from ..core.checkpoints import hub_access, resolve_checkpoint, save_tensors
 from ..core.config import SpeculatorModelConfig, SpeculatorsConfig
 from ..core.files import atomic_folder
 from ..core.options import check_options, near, shown
 from ..core.provenance import write_provenance
 from ..verifier.folders import new_folder, refuse_own
-from .base import FOREIGN, SpeculatorModel
+from .base import FOREIGN, SpeculatorModel, stored_state
 from .formats import FieldsAndTensors, NativeCheckpoint, NativeFormat, Target, Tensors, formats, verifier_target
+from .quantised import compressed_tensors_config, fp8_weights, unquantised_config
 
 __all__ = [
     "recognise",
@@ -35,6 +36,7 @@ __all__ = [
     "formats_of",
     "saved_tensors",
     "export_native",
+    "export_fp8",
 ]
 
 
@@ -147,11 +149,13 @@ def converted(
     speculative_tokens: int | None = None,  # None: the source's or format's own
     given: dict[str, Any] | None = None,  # config.json fields missing or wrong in source
     trust_remote_code: bool = False,  # run configuration code that comes with the verifier
+    dtype: torch.dtype | None = None,  # of weights that are stored quantised; None: of the others
 ) -> Converted:
-    """Read a foreign drafter. Tensors are renamed and keep values and dtype; names and shapes
+    """Read a foreign drafter. Tensors are renamed and keep values and dtype, but for quantised weights, which are made
+    whole (`quantised.whole_weights`); names and shapes
     are checked against the model that the new config describes, and its sizes against the
     verifier. Errors: as from `convert`."""
-    native = NativeCheckpoint(source)
+    native = NativeCheckpoint(source, dtype)
     with hub_access(revision="main"):  # the verifier is another model
         target = verifier_target(verifier, trust_remote_code or None)
         if format is None:
@@ -172,9 +176,9 @@ def converted(
     return Converted(config, state, entry, tokens)
 
 
-def read_drafter(path, verifier):
+def read_drafter(path, verifier, dtype):
     "What `SpeculatorModel.from_pretrained(verifier=)` does with a foreign checkpoint."
-    found = converted(path, verifier)
+    found = converted(path, verifier, dtype=dtype)
     return found.config, found.state
 
 
@@ -233,7 +237,7 @@ def formats_of(config: SpeculatorModelConfig, checkpoint: str | os.PathLike) -> 
 
 def saved_tensors(config: SpeculatorModelConfig, folder: Path, checkpoint: str | os.PathLike) -> Tensors:
     "A drafter's own tensors, checked against its config; those of the verifier are left out."
-    state = read_state(folder)
+    state = stored_state(folder)
     model_class = SpeculatorModel.registered_model_class_from_config(config)
     with torch.device("meta"):
         model = model_class(config)
@@ -272,4 +276,29 @@ def export_native(
         entry.write(config, state, new, target)
         sources = {"checkpoint": checkpoint, "verifier": named}
         write_provenance(new, "export_native", dict(format=entry.name), sources)
+    return str(output)
+
+
+def export_fp8(
+    checkpoint: str | os.PathLike,  # a drafter of this library or of upstream's
+    output_dir: str | os.PathLike,  # the new checkpoint; must not exist
+) -> str:  # the new folder
+    """A copy of a drafter for vLLM whose decoder layers and `fc` are FP8, in compressed-tensors' form: a scale for each
+    row; norms, embeddings and heads as they are. Errors: FileExistsError; ValueError for a drafter that vLLM does not
+    serve from such a folder."""
+    check_options(dict(checkpoint=checkpoint, output_dir=output_dir, to="fp8"), "export")
+    output, folder = new_folder(output_dir), resolve_checkpoint(checkpoint)
+    config = unquantised_config(SpeculatorModelConfig.from_pretrained(folder))
+    with torch.device("meta"):
+        model = SpeculatorModel.registered_model_class_from_config(config)(config)
+    if violations := model.serving_violations(config.to_dict()):
+        raise ValueError(f"{checkpoint}: vLLM does not serve it: {'; '.join(violations)}")
+    linears = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    config.transformer_layer_config.quantization_config = compressed_tensors_config(linears)
+    with atomic_folder(output, replace=False) as new:
+        save_tensors(
+            fp8_weights(saved_tensors(config, folder, checkpoint)), new / "model.safetensors", {"format": "pt"}
+        )
+        config.save_pretrained(new)
+        write_provenance(new, "export", dict(to="fp8"), dict(checkpoint=checkpoint))
     return str(output)

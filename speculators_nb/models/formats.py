@@ -27,6 +27,7 @@ from ..core.files import read_object, write_object
 from ..nn.layers import LAYER_FAMILIES
 from ..nn.target_head import text_config, verifier_config
 from ..verifier.parts import load_verifier_tensors
+from .quantised import Tensors, stored_quantization, whole_weights
 
 # A foreign checkpoint is a `config.json` and tensors, safetensors or a pickle that `load_pickle` reads as data, in one
 # file or in shards that an index names. All of it came from elsewhere, so no file name in it may lead out of its
@@ -36,7 +37,6 @@ from ..verifier.parts import load_verifier_tensors
 
 
 Folder = str | os.PathLike  # made if absent
-Tensors = dict[str, torch.Tensor]  # name -> tensor
 FieldsAndTensors = tuple[dict[str, Any], Tensors]  # fields of our config and `speculative_tokens`; our names
 
 
@@ -154,8 +154,12 @@ class NativeCheckpoint:
     """A drafter's checkpoint as another project wrote it. Errors: FileNotFoundError naming the
     files that were looked for; ValueError for what is not JSON or no tensor."""
 
-    def __init__(self, source: str | os.PathLike):  # folder, hub id, or the file with the weights
-        self.name = str(source)
+    def __init__(
+        self,
+        source: str | os.PathLike,  # folder, hub id, or the file with the weights
+        dtype: torch.dtype | None = None,  # of weights that are stored quantised; None: of the others
+    ):
+        self.name, self.dtype = str(source), dtype
         self.folder, self.file = find_weights(source)
         config = self.folder / "config.json"
         # {} where there is none
@@ -186,9 +190,10 @@ class NativeCheckpoint:
             file_of = dict.fromkeys(self._pickle(self.file), self.file)
         return {name: file for name, file in file_of.items() if not BUFFERS.fullmatch(name)}
 
-    def tensors(self, prefix: str = "") -> Tensors:  # of the names wanted -> as stored
-        "Read tensors. Errors: ValueError for one that the index names and its file lacks."
-        return read_tensors({n: f for n, f in self.index.items() if n.startswith(prefix)}, self._pickle)
+    def tensors(self, prefix: str = "") -> Tensors:  # of the names wanted -> as stored, but for quantised weights
+        "Read tensors. Errors: ValueError for one that the index names and its file lacks; as from `whole_weights`."
+        stored = read_tensors({n: f for n, f in self.index.items() if n.startswith(prefix)}, self._pickle)
+        return whole_weights(stored, stored_quantization(self.folder), self.name, self.dtype)
 
 
 def rename(tensors: dict[str, Any], table: dict[str, str]) -> dict[str, Any]:  # old prefix -> new; the first that fits
@@ -208,7 +213,7 @@ def inverse(table: dict[str, str]) -> dict[str, str]:
     return {new: old for old, new in table.items()}
 
 
-NOT_OF_LAYERS = {"architectures", "dtype", "transformers_version", "_name_or_path"}
+NOT_OF_LAYERS = {"architectures", "dtype", "quantization_config", "transformers_version", "_name_or_path"}
 SOMETIMES_UNDECLARED = {
     "rope_theta",
     "rope_scaling",

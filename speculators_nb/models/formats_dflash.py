@@ -6,7 +6,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from transformers import PretrainedConfig
 
 from ..nn.layers import SINKS
@@ -109,27 +108,9 @@ def dflash_layers(native: NativeCheckpoint, target: Target, names: list[str]) ->
     return layer, not causal
 
 
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # what three bits mean; a fourth is the sign
-
-
-def from_nvfp4(
-    tensors: Tensors,  # weight uint8 [O, I/2], weight_scale float8 [O, I/16], weight_scale_2 [1]
-) -> Tensors:  # weight bfloat16 [O, I]; others as they are
-    """Weights that NVIDIA ModelOpt stored in four bits, two in a byte, the lower half first: value times the scale of
-    its 16 times the scale of its tensor."""
-    plain, signed = dict(tensors), torch.cat([E2M1, -E2M1])
-    for name in [name for name in tensors if name.endswith(".weight_scale_2")]:
-        weight = name.removesuffix("_scale_2")
-        scale = plain.pop(name).float() * plain.pop(f"{weight}_scale").float()
-        plain.pop(f"{weight.removesuffix('weight')}input_scale", None)  # of activations, which stay as they are
-        values = signed[torch.stack([plain[weight] & 15, plain[weight] >> 4], -1).flatten(-2).int()]
-        plain[weight] = (values.unflatten(-1, (-1, 16)) * scale[..., None]).flatten(-2).bfloat16()
-    return plain
-
-
 def dflash_tensors(native: NativeCheckpoint, target: Target) -> Tensors:  # our names
     "Tensors of a DFlash checkpoint. Errors: ValueError for a copy that is not the verifier's."
-    tensors = from_nvfp4(native.tensors())
+    tensors = native.tensors()
     mapping = vocab_mapping(tensors, target.config.vocab_size, native.name)
     own = dict(mapping)
     if mapping and "lm_head.weight" in tensors:

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
-from ..core.checkpoints import checkpoint_index, load_tensors, resolve_checkpoint, tensor_problem
+from ..core.checkpoints import checkpoint_index, resolve_checkpoint, tensor_problem
 from ..core.config import SpeculatorModelConfig
 from ..core.files import not_only_ours, read_object
-from ..models.base import SpeculatorModel
+from ..models.base import SpeculatorModel, stored_state
+from ..models.serving_rules import LAYER, layer_of
 from ..nn.draft_vocabulary import check_vocab_mapping
 from ..nn.target_head import text_config, verifier_config
 from ..verifier.identity import trained_for_another
@@ -129,29 +130,33 @@ def _field_problems(config: dict[str, Any]) -> Iterator[str]:
         )
 
 
-def _tensor_problems(folder: Path, model: SpeculatorModel) -> Iterator[str]:
+def _tensor_problems(folder: Path, model: SpeculatorModel, raw: dict[str, Any]) -> Iterator[str]:
     "Names, shapes, dtypes and values of the stored tensors, against the model that the config describes."
     try:
-        stored = checkpoint_index(folder)
+        state, names = stored_state(folder), checkpoint_index(folder)
     except (FileNotFoundError, ValueError) as e:
         yield str(e)
         return
+    quantised, field = len(names) > len(state), f"{LAYER}.quantization_config"  # scales are no tensors of the model
+    if quantised and not layer_of(raw).get("quantization_config"):
+        yield f"{field} is missing, and weights are quantised; write it there, where alone vLLM looks for it"
+    elif layer_of(raw).get("quantization_config") and not quantised:
+        yield f"{field} is set, and no weight is quantised; remove it, or vLLM expects scales"
     expected = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(model.not_saved)}
     optional = set(model.from_verifier)
     if model.t2d is not None:  # vLLM shares the whole head or none of it
         optional -= {"lm_head.weight"}
-    yield from (f"tensor {name} is missing" for name in sorted(expected.keys() - stored.keys() - optional))
-    for name in sorted(stored.keys() - expected.keys()):
+    yield from (f"tensor {name} is missing" for name in sorted(expected.keys() - state.keys() - optional))
+    for name in sorted(state.keys() - expected.keys()):
         yield f"tensor {name} is not part of this model; vLLM refuses unknown names"
-    try:
-        for name in sorted(expected.keys() & stored.keys()):
-            if problem := tensor_problem(name, load_tensors(stored[name], [name])[name], expected[name]):
-                yield problem
-        if {"t2d", "d2t"} <= expected.keys() & stored.keys():
-            t2d, d2t = (load_tensors(stored[name], [name])[name] for name in ("t2d", "d2t"))
-            check_vocab_mapping(t2d, d2t, model.target_vocab_size, model.config.draft_vocab_size)
-    except ValueError as e:  # a file that cannot be read, or a mapping that contradicts itself
-        yield str(e)
+    for name in sorted(expected.keys() & state.keys()):
+        if problem := tensor_problem(name, state[name], expected[name]):
+            yield problem
+    if {"t2d", "d2t"} <= expected.keys() & state.keys():
+        try:
+            check_vocab_mapping(state["t2d"], state["d2t"], model.target_vocab_size, model.config.draft_vocab_size)
+        except ValueError as e:  # a mapping that contradicts itself
+            yield str(e)
 
 
 def _rules_of(klass: Any, config: dict[str, Any], verifier: str | None) -> list[str]:
@@ -209,4 +214,4 @@ def check_vllm_contract(folder: str | os.PathLike, engine_version: str | None = 
             model = klass(config)
     except ValueError as e:
         return [*found, str(e), *_rules_of(klass, raw, verifier)]
-    return [*found, *_rules_of(klass, raw, verifier), *_tensor_problems(folder, model)]
+    return [*found, *_rules_of(klass, raw, verifier), *_tensor_problems(folder, model, raw)]

@@ -504,7 +504,7 @@ def quantization_problem(word: str | None, config: dict[str, Any]) -> str | None
     """Why a draft, by its config.json, cannot be served with this quantization; None: it can. vLLM has several kernels
     for some layouts (`gptq`, `gptq_marlin`), so layouts are compared. Whether a device has the kernel is found out
     there."""
-    stored = (config.get("quantization_config") or {}).get("quant_method")
+    stored = (find_field(config, "quantization_config") or {}).get("quant_method")
     word = word or stored
     if word is None:
         return None

@@ -257,6 +257,78 @@ DRAFTERS = {  # what is wrong -> (how it is made, what must be answered)
         ),
     ),
 }
+
+
+def in_fp8(w):
+    return w.to(torch.float8_e4m3fn)
+
+
+def method(**fields):
+    "Says in config.json how the weights are quantised."
+    return lambda c: c["transformer_layer_config"].update(quantization_config=fields)
+
+
+SCALE, COMPRESSED = f"{ENTRY}_scale", dict(config=method(quant_method="compressed-tensors"))
+DRAFTERS |= {
+    "FP8 without its scale": (
+        dict(tensors={ENTRY: in_fp8}, **COMPRESSED),
+        f"new: tensor {ENTRY} is FP8 and has no {SCALE}; fetch the checkpoint again",
+    ),
+    "FP8 with a scale of another shape": (
+        dict(tensors={ENTRY: in_fp8, SCALE: torch.ones(3, 1)}, **COMPRESSED),
+        f"new: tensor {SCALE} has shape \\(3, 1\\), for a weight of .*needed is one number, one for each row, or",
+    ),
+    "FP8 with exponents for scales": (
+        dict(tensors={ENTRY: in_fp8, SCALE: torch.ones(1, dtype=torch.uint8)}, **COMPRESSED),
+        f"new: tensor {SCALE} holds torch.uint8, no factors; take the checkpoint that is not quantised",
+    ),
+    "FP8 with a scale that is NaN": (
+        dict(tensors={ENTRY: in_fp8, SCALE: torch.tensor(torch.nan)}, **COMPRESSED),
+        f"new: tensor {ENTRY} times its scale is NaN or infinity; fetch the checkpoint again",
+    ),
+    "FP8 in blocks of nothing": (
+        dict(
+            tensors={ENTRY: in_fp8, SCALE: torch.ones(1)},
+            config=method(quant_method="fp8", weight_block_size=[128, "128"]),
+        ),
+        "new: quantization_config: a block of \\[128, '128'\\]; write rows and columns there",
+    ),
+    "FP8 of weights that were rotated": (
+        dict(
+            tensors={ENTRY: in_fp8, SCALE: torch.ones(1)},
+            config=method(quant_method="compressed-tensors", transform_config=dict(config_groups=dict(R1={}))),
+        ),
+        "and transform_config is set; a drafter is read in FP8 .*take its checkpoint that is not quantised",
+    ),
+    "FP8 by a method that is not known": (
+        dict(tensors={ENTRY: in_fp8, SCALE: torch.ones(1)}, config=method(quant_method="quark")),
+        f"new: quantization_config.quant_method='quark': {ENTRY} holds torch.float8_e4m3fn; a drafter is read in FP8",
+    ),
+    "AWQ": (
+        dict(
+            tensors={ENTRY.replace("weight", "qweight"): torch.ones(4, 4, dtype=torch.int32)},
+            drop=[ENTRY],
+            config=method(quant_method="awq"),
+        ),
+        "new: quantization_config.quant_method='awq': .*qweight holds torch.int32; .*take its checkpoint that is not",
+    ),
+    "NVFP4 of compressed-tensors": (
+        dict(
+            tensors={
+                f"{ENTRY}_packed": torch.ones(4, 4, dtype=torch.uint8),
+                SCALE: in_fp8(torch.ones(4, 1)),
+                f"{ENTRY}_global_scale": torch.ones(1),
+            },
+            drop=[ENTRY],
+            config=method(quant_method="compressed-tensors", format="nvfp4-pack-quantized"),
+        ),
+        f"new: quantization_config.quant_method='compressed-tensors': {ENTRY}_packed holds torch.uint8",
+    ),
+    "eight bits that are whole numbers": (
+        dict(tensors={ENTRY: lambda w: w.to(torch.int8), SCALE: torch.ones(1)}, **COMPRESSED),
+        f"{ENTRY} holds torch.int8; a drafter is read in FP8",
+    ),
+}
 USERS = {  # who opens it: a command each, and the function
     "from_pretrained": lambda folder: SpeculatorModel.from_pretrained(folder / "new"),
     "evaluate": "evaluate {here}/new {corpus} --verifier {here}/verifier",
@@ -271,6 +343,8 @@ ALSO = (
     "another size",
     "no config",
     "an index of another time",
+    "FP8 without its scale",
+    "AWQ",
 )  # by every user
 
 

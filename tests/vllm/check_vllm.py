@@ -11,8 +11,9 @@
 The cases are a table (`make_cases`). EAGLE-3's base is the shipped drafter; P-EAGLE, DFlash and Medusa are trained for
 a few steps on the shipped answers, so that some drafts are accepted, and EAGLE-1 is random, as are an MTP head and the
 Qwen3.5 verifier that it is a part of. Variants are cut out of them: fewer auxiliary layers, a smaller draft vocabulary,
-a window, and so on. A separate draft model (the verifier's first layers), suffix decoding and n-gram look-up have no
-checkpoint of ours: the same dictionary goes to vLLM and to our SpeculativeConfig. For each of them the script asks that
+a window, weights in FP8, and so on. A separate draft model (the verifier's first layers), suffix decoding and n-gram
+look-up have no checkpoint of ours: the same dictionary goes to vLLM and to our SpeculativeConfig. For each of them the
+script asks that
 
 - `check_vllm_contract` finds nothing (a family that vLLM reads in another format is saved in that), and vLLM loads the
   folder by itself;
@@ -468,7 +469,7 @@ def make_cases(folder, prompts):
     from transformers import AutoTokenizer
 
     from speculators_nb.decode.generate import NoDrafter, generate
-    from speculators_nb.models.convert import export_native
+    from speculators_nb.models.convert import export_fp8, export_native
     from speculators_nb.models.mtp_native import stitch_mtp
     from speculators_nb.nn.draft_vocabulary import vocab_mapping_from_frequencies
     from speculators_nb.regenerate.in_process import eos_ids_of
@@ -507,6 +508,10 @@ def make_cases(folder, prompts):
         cases[f"{name}, in the research layout"] = Case(
             engine(name, export_native(cases[name].draft, folder / f"research-{name}")), cases[name].draft
         )
+
+    for name in ("eagle3", "peagle", "dflash"):
+        path = Path(export_fp8(cases[name].draft, folder / f"fp8-{name}"))
+        cases[f"{name}, FP8"] = Case(dict(model=str(path)), path)
 
     # families that it reads in another format
     for name, model, method in (
@@ -560,6 +565,22 @@ def make_cases(folder, prompts):
     return cases, trained + list(said)
 
 
+def round_activations(model):
+    "vLLM rounds what a layer in FP8 reads, with a scale for each token; nothing here does."
+    from torch import nn
+
+    from speculators_nb.core.checkpoints import to_fp8
+    from speculators_nb.models.quantised import WRITTEN
+
+    def rounded(layer, inputs):
+        codes, scales = to_fp8(inputs[0], (-1,))
+        return codes.float() * scales
+
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and WRITTEN.fullmatch(f"{name}.weight"):
+            layer.register_forward_pre_hook(rounded)
+
+
 def ours(case, prompts):
     """Our own decoding: texts, reasons, and of the steps up to the end of the text the chains and what was accepted."""
     import copy
@@ -569,6 +590,7 @@ def ours(case, prompts):
 
     from speculators_nb.decode.generate import generate
     from speculators_nb.models.base import SpeculatorModel
+    from speculators_nb.models.quantised import stored_quantization
     from speculators_nb.regenerate.in_process import eos_ids_of
     from speculators_nb.serve.speculative_config import SpeculativeConfig
     from speculators_nb.verifier.tapped_model import Verifier
@@ -577,7 +599,10 @@ def ours(case, prompts):
         verifier = Verifier.from_pretrained(case.verifier, dtype=torch.float32)
         drafter = SpeculativeConfig(**case.draft, target_model_config=verifier.config).drafter(verifier)
     else:
-        drafter = SpeculatorModel.from_pretrained(case.draft, dtype=torch.float32).drafter()
+        model = SpeculatorModel.from_pretrained(case.draft, dtype=torch.float32)
+        if stored_quantization(case.draft):
+            round_activations(model)
+        drafter = model.drafter()
         verifier = Verifier.from_pretrained(case.verifier, drafter.aux_layer_ids, dtype=torch.float32)
     learns, stop = hasattr(drafter, "finish"), eos_ids_of(verifier, AutoTokenizer.from_pretrained(case.verifier))
     fresh = copy.deepcopy(drafter) if learns else drafter
@@ -695,6 +720,7 @@ NIGHTLY = (
     "dflash, 141 of 2048 tokens",
     "dflash, causal, sinks",
     "dflash, in the research layout",
+    "dflash, FP8",
     "suffix",
 )
 
