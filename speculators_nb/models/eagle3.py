@@ -37,12 +37,13 @@ from speculators_nb.models.drafting import (
 from speculators_nb.models.serving_rules import (
     LAYER,
     Rule,
-    known_layer_family,
+    as_latent_attention_is_served,
     layer_of,
     layers_exist,
     one_kind_of_attention,
     reaches_as_far,
     rope_as_trained,
+    served_layer_family,
     served_rope,
     silu_only,
     written,
@@ -56,6 +57,7 @@ from speculators_nb.nn.attention import (
     ttt,
 )
 from ..nn.compiled import to_device
+from ..nn.latent_attention import attention_of
 from speculators_nb.nn.layers import (
     Attention,
     DecoderLayer,
@@ -365,7 +367,8 @@ class Eagle3SpeculatorConfig(SpeculatorModelConfig):
 
     speculators_model_type: str = "eagle3"
     architectures: list[str] | None = None
-    # of the draft layers: Llama, Qwen3, Mistral or Qwen2; its vocab_size is the verifier's
+    # of the draft layers: Llama, Qwen3, Mistral, Qwen2 or DeepSeek-V3 (latent attention); its
+    # vocab_size is the verifier's
     transformer_layer_config: Qwen3Layers = field(default_factory=Qwen3Config)
     draft_vocab_size: int = 32000  # rows of the drafter's head
     norm_before_residual: bool = False  # the first layer's residual is the normed hidden state
@@ -469,7 +472,8 @@ EAGLE3_RULES: tuple[Rule, ...] = (
         "draft_vocab_size",
         why="vLLM's default need not be the trained value",
     ),
-    known_layer_family,
+    served_layer_family,
+    as_latent_attention_is_served,
     width_of_fc,
     silu_only,
     one_kind_of_attention("vLLM keeps one cache for all draft layers"),
@@ -514,7 +518,13 @@ class Eagle3DraftModel(TrainingTimeTest):
         self.fc = nn.Linear(A * feature, H, bias=False)
         residual = config.norm_before_residual
         self.layers = nn.ModuleList(  # type: ignore[assignment] (its items are declared)
-            DecoderLayer(layer, i, with_embeds=i == 0, norm_before_residual=residual)
+            DecoderLayer(
+                layer,
+                i,
+                with_embeds=i == 0,
+                norm_before_residual=residual,
+                attention=attention_of(layer),
+            )
             for i in range(layer.num_hidden_layers)
         )
         self.norm = RMSNorm(H, eps)

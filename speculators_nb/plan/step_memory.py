@@ -20,7 +20,7 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from ..evaluate.cost import ALSO_COUNTED
 from ..models.base import SpeculatorModel
-from ..nn.layers import LAYER_FAMILIES, head_dim
+from ..nn.layers import LATENT_FAMILIES, LATENT_SIZES, LAYER_FAMILIES, head_dim
 from ..nn.losses import chunk_rows, tile_rows
 from ..train.train_drafter import LAYER_ARGUMENTS
 from ..train.trainer import weights_to_float32
@@ -160,7 +160,8 @@ def step_of(
     of `measured_step`: a random batch of one packed row (docs/architecture.md, Contracts), and how to train."""
     plain = {n: v for n, v in given.items() if n != RECOMPUTED}
     shape = dict(num_layers=layer.num_hidden_layers if given.get("draft_config") else given.get("num_layers"))
-    if layer.model_type in LAYER_FAMILIES and not SpeculatorModel.registered_class(algorithm).fixed_layers:
+    chosen = not SpeculatorModel.registered_class(algorithm).fixed_layers
+    if chosen and layer.model_type in LAYER_FAMILIES + LATENT_FAMILIES:
         shape["draft_arch"] = layer.model_type
     left_out = ("draft_arch", "num_layers", *LAYER_ARGUMENTS, "mask_token_id", "draft_vocab_size")
     own = {n: v for n, v in plain.items() if n not in left_out}
@@ -214,6 +215,7 @@ def without_memory(model: nn.Module) -> FakeTensorMode:
 
 def verifier_like(layer: Any, vocab: int, depth: int) -> PretrainedConfig:
     "The config of a verifier of the draft layers' sizes."
+    latent = LATENT_SIZES if layer.model_type in LATENT_FAMILIES else ()
     return Qwen3Config(
         hidden_size=layer.hidden_size,
         intermediate_size=layer.intermediate_size,
@@ -224,6 +226,7 @@ def verifier_like(layer: Any, vocab: int, depth: int) -> PretrainedConfig:
         vocab_size=vocab,
         max_position_embeddings=2**17,
         tie_word_embeddings=False,
+        **{name: getattr(layer, name) for name in latent},
     )
 
 
