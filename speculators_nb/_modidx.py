@@ -1137,6 +1137,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'speculators_nb/models/eagle3.py'),
                                               'speculators_nb.models.eagle3.no_output_bias': ( 'models/eagle3.html#no_output_bias',
                                                                                                'speculators_nb/models/eagle3.py'),
+                                              'speculators_nb.models.eagle3.served_layer_family': ( 'models/eagle3.html#served_layer_family',
+                                                                                                    'speculators_nb/models/eagle3.py'),
                                               'speculators_nb.models.eagle3.step_metrics': ( 'models/eagle3.html#step_metrics',
                                                                                              'speculators_nb/models/eagle3.py'),
                                               'speculators_nb.models.eagle3.width_of_fc': ( 'models/eagle3.html#width_of_fc',

@@ -6,7 +6,7 @@ It is trained on its own output (training-time test, TTT), by the definition or 
 # %% auto #0
 __all__ = ['OwnTokens', 'EAGLE3_RULES', 'StepInputs', 'StepOutput', 'all_steps', 'TrainingTimeTest', 'StepAttention', 'LeanSteps',
            'counted_positions', 'step_metrics', 'Eagle3SpeculatorConfig', 'Eagle3Drafter', 'width_of_fc',
-           'no_output_bias', 'Eagle3DraftModel']
+           'no_output_bias', 'served_layer_family', 'Eagle3DraftModel']
 
 # %% ../../nbs/models/04_eagle3.ipynb #c8d87f48
 import copy
@@ -38,12 +38,12 @@ from speculators_nb.models.serving_rules import (
     LAYER,
     Rule,
     as_latent_attention_is_served,
+    known_layer_family,
     layer_of,
     layers_exist,
     one_kind_of_attention,
     reaches_as_far,
     rope_as_trained,
-    served_layer_family,
     served_rope,
     silu_only,
     written,
@@ -59,6 +59,7 @@ from speculators_nb.nn.attention import (
 from ..nn.compiled import to_device
 from ..nn.latent_attention import attention_of
 from speculators_nb.nn.layers import (
+    LATENT_FAMILIES,
     Attention,
     DecoderLayer,
     RMSNorm,
@@ -461,6 +462,17 @@ def no_output_bias(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     if layer.get("model_type") != "qwen3" or not layer.get("attention_bias"):
         return []
     return [f"{LAYER}.attention_bias is True; vLLM's qwen3 drafter leaves o_proj's bias out"]
+
+
+def served_layer_family(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+    "vLLM's EAGLE-3 has latent attention too; its reader of speculators folders refuses it."
+    family = layer_of(raw).get("model_type")
+    if family not in LATENT_FAMILIES or raw.get("speculators_model_type") != "eagle3":
+        return known_layer_family(raw, verifier)
+    return [
+        f"{LAYER}.model_type is {family!r}; vLLM reads EAGLE-3 drafters with latent attention "
+        "in their own layout alone, write it with `speculators-nb export` and serve that"
+    ]
 
 
 EAGLE3_RULES: tuple[Rule, ...] = (

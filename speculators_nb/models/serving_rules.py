@@ -94,17 +94,6 @@ def known_layer_family(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     return [f"{LAYER}.model_type is {family!r}; vLLM serves {' and '.join(LAYER_FAMILIES)}"]
 
 
-def served_layer_family(raw: dict[str, Any], verifier: Any = None) -> list[str]:
-    "vLLM's EAGLE-3 has latent attention too; its reader of speculators folders refuses it."
-    latent = layer_of(raw).get("model_type") in LATENT_FAMILIES
-    if latent and raw.get("speculators_model_type") == "eagle3":
-        return [
-            f"{LAYER}.model_type is {layer_of(raw)['model_type']!r}; vLLM reads EAGLE-3 drafters with latent attention in "
-            "their own layout alone, write it with `speculators-nb export` and serve that"
-        ]
-    return known_layer_family(raw, verifier)
-
-
 def as_latent_attention_is_served(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     "What vLLM's latent attention (0.32) leaves out, or reads differently."
     layer, wrong = layer_of(raw), []
