@@ -64,7 +64,17 @@ DRAFTERS = {  # name -> (algorithm, arguments of from_training_args, of get_trai
         dict(draft_arch="qwen3", num_layers=2, norm_output=True, fc_norm=True, embed_requires_grad=True),
         dict(ttt_steps=2),
     ),
+    "eagle3 latent": (
+        "eagle3",
+        dict(draft_arch="deepseek_v3", num_layers=2, fc_norm=True, norm_output=True),
+        dict(ttt_steps=3),
+    ),
     "peagle": ("peagle", dict(mask_token_id=V - 1, num_depths=4), dict(num_depths=4)),
+    "peagle latent": (
+        "peagle",
+        dict(draft_arch="deepseek_v3", num_layers=2, mask_token_id=V - 1, num_depths=4),
+        dict(num_depths=4),
+    ),
     "dflash": ("dflash", BLOCK, dict(max_anchors=16, per_position_loss_weight="fixed-exp-decay")),
     **{
         f"dspark {kind}": ("dspark", BLOCK | dict(markov_rank=8, markov_head_type=kind), dict(max_anchors=16))

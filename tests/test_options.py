@@ -25,7 +25,7 @@ from speculators_nb.features.feature_rows import stored_dtype
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.dspark import MARKOV_HEADS
 from speculators_nb.nn.attention import BACK_ENDS
-from speculators_nb.nn.layers import LAYER_FAMILIES
+from speculators_nb.nn.layers import LATENT_FAMILIES, LAYER_FAMILIES
 from speculators_nb.nn.losses import LOSSES
 from speculators_nb.serve.vllm_methods import METHODS
 from speculators_nb.train.optimizers import OPTIMIZERS
@@ -150,7 +150,7 @@ def test_arguments_of_drafters_have_rules(name):
         (RULES["optimizer"].words, OPTIMIZERS),
         (RULES["rule"].words, ACCEPTANCE),
         (RULES["load"].words, GENERATORS),
-        (RULES["draft_arch"].words, LAYER_FAMILIES),
+        (RULES["draft_arch"].words, LAYER_FAMILIES + LATENT_FAMILIES),
         (RULES["markov_head_type"].words, MARKOV_HEADS),
         (RULES["attn_impl"].words, {*BACK_ENDS, "blocked"}),
         (RULES["eval_strategy"].words, [s.value for s in IntervalStrategy]),

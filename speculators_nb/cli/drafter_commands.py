@@ -71,7 +71,7 @@ def train(
     output_dir: Path,  # where the drafter, its history and its checkpoints go
     algorithm: str | None = None,  # dflash2, …; default: eagle3, or as from_pretrained
     verifier: str | None = None,  # folder or hub id; default: the one that made the features
-    draft_arch: str | None = None,  # layer type: llama or qwen3; default: llama or algorithm's
+    draft_arch: str | None = None,  # llama, qwen3, deepseek_v3; default: llama or algorithm's
     num_layers: int | None = None,  # how many it has; default: 1
     draft_vocab_size: int | None = None,  # most frequent tokens; default: all of the verifier's
     from_pretrained: Path | None = None,  # start from this drafter's weights, not fresh ones

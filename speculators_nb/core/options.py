@@ -704,7 +704,7 @@ RULES |= {
 # words
 RULES |= {
     "algorithm": OptionRule("word", FIRST_CHOICE, words=algorithms),
-    "draft_arch": word("llama", "qwen3", none=True),
+    "draft_arch": word("llama", "qwen3", "deepseek_v3", none=True),
     "method": word(*METHODS, none=True),
     "engine": word("reference", "vllm"),
     "engine_version": word("0.32", "0.33", none=True),

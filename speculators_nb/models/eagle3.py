@@ -6,7 +6,7 @@ It is trained on its own output (training-time test, TTT), by the definition or 
 # %% auto #0
 __all__ = ['OwnTokens', 'EAGLE3_RULES', 'StepInputs', 'StepOutput', 'all_steps', 'TrainingTimeTest', 'StepAttention', 'LeanSteps',
            'counted_positions', 'step_metrics', 'Eagle3SpeculatorConfig', 'Eagle3Drafter', 'width_of_fc',
-           'no_output_bias', 'Eagle3DraftModel']
+           'no_output_bias', 'served_layer_family', 'Eagle3DraftModel']
 
 # %% ../../nbs/models/04_eagle3.ipynb #c8d87f48
 import copy
@@ -37,6 +37,7 @@ from speculators_nb.models.drafting import (
 from speculators_nb.models.serving_rules import (
     LAYER,
     Rule,
+    as_latent_attention_is_served,
     known_layer_family,
     layer_of,
     layers_exist,
@@ -56,7 +57,9 @@ from speculators_nb.nn.attention import (
     ttt,
 )
 from ..nn.compiled import to_device
+from ..nn.latent_attention import attention_of
 from speculators_nb.nn.layers import (
+    LATENT_FAMILIES,
     Attention,
     DecoderLayer,
     RMSNorm,
@@ -365,7 +368,8 @@ class Eagle3SpeculatorConfig(SpeculatorModelConfig):
 
     speculators_model_type: str = "eagle3"
     architectures: list[str] | None = None
-    # of the draft layers: Llama, Qwen3, Mistral or Qwen2; its vocab_size is the verifier's
+    # of the draft layers: Llama, Qwen3, Mistral, Qwen2 or DeepSeek-V3 (latent attention); its
+    # vocab_size is the verifier's
     transformer_layer_config: Qwen3Layers = field(default_factory=Qwen3Config)
     draft_vocab_size: int = 32000  # rows of the drafter's head
     norm_before_residual: bool = False  # the first layer's residual is the normed hidden state
@@ -460,6 +464,17 @@ def no_output_bias(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     return [f"{LAYER}.attention_bias is True; vLLM's qwen3 drafter leaves o_proj's bias out"]
 
 
+def served_layer_family(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+    "vLLM's EAGLE-3 has latent attention too; its reader of speculators folders refuses it."
+    family = layer_of(raw).get("model_type")
+    if family not in LATENT_FAMILIES or raw.get("speculators_model_type") != "eagle3":
+        return known_layer_family(raw, verifier)
+    return [
+        f"{LAYER}.model_type is {family!r}; vLLM reads EAGLE-3 drafters with latent attention "
+        "in their own layout alone, write it with `speculators-nb export` and serve that"
+    ]
+
+
 EAGLE3_RULES: tuple[Rule, ...] = (
     written(
         "norm_before_residual",
@@ -469,7 +484,8 @@ EAGLE3_RULES: tuple[Rule, ...] = (
         "draft_vocab_size",
         why="vLLM's default need not be the trained value",
     ),
-    known_layer_family,
+    served_layer_family,
+    as_latent_attention_is_served,
     width_of_fc,
     silu_only,
     one_kind_of_attention("vLLM keeps one cache for all draft layers"),
@@ -514,7 +530,13 @@ class Eagle3DraftModel(TrainingTimeTest):
         self.fc = nn.Linear(A * feature, H, bias=False)
         residual = config.norm_before_residual
         self.layers = nn.ModuleList(  # type: ignore[assignment] (its items are declared)
-            DecoderLayer(layer, i, with_embeds=i == 0, norm_before_residual=residual)
+            DecoderLayer(
+                layer,
+                i,
+                with_embeds=i == 0,
+                norm_before_residual=residual,
+                attention=attention_of(layer),
+            )
             for i in range(layer.num_hidden_layers)
         )
         self.norm = RMSNorm(H, eps)

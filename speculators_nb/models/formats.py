@@ -24,7 +24,7 @@ from ..core.checkpoints import (
 )
 from ..core.config import import_models, layer_config_from_dict
 from ..core.files import read_object, write_object
-from ..nn.layers import LAYER_FAMILIES
+from ..nn.layers import LATENT_FAMILIES, LAYER_FAMILIES
 from ..nn.target_head import text_config, verifier_config
 from ..verifier.parts import load_verifier_tensors
 from .quantised import Tensors, stored_quantization, whole_weights
@@ -261,11 +261,13 @@ def layer_config(native: NativeCheckpoint, target: Target, names: list[str], **f
             "sizes of attention heads do not follow from the tensors"
         )
     family = native.config.get("model_type")
-    if family not in LAYER_FAMILIES:
+    if any(name.endswith("kv_a_proj_with_mqa.weight") for name in names):  # deepseek_v2, kimi_k2, …
+        family = LATENT_FAMILIES[0]
+    elif family not in LAYER_FAMILIES:
         has_query_norm = any(name.endswith("q_norm.weight") for name in names)
         family = "qwen3" if has_query_norm else "llama"
     declared = {*CONFIG_MAPPING[family]().to_dict(), *SOMETIMES_UNDECLARED}
-    known = declared - NOT_OF_LAYERS - {"model_type"}
+    known = declared - NOT_OF_LAYERS - {"model_type"} - ({"head_dim"} if family in LATENT_FAMILIES else set())
     fields = {name: v for name, v in native.config.items() if name in known} | fields
     if not fields.get("layer_types"):
         fields["layer_types"] = ["full_attention"] * fields["num_hidden_layers"]

@@ -132,6 +132,7 @@ register_format(
 )
 
 
+EAGLE3_CLASSES = {"llama": "LlamaForCausalLMEagle3", "deepseek_v3": "Eagle3DeepseekV2ForCausalLM"}
 EAGLE3_NAMES = {"midlayer.": "layers.0.", "model.midlayer.": "layers.0.", "model.": ""}
 
 
@@ -193,10 +194,9 @@ def read_eagle3(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
 def write_eagle3(config: Eagle3SpeculatorConfig, tensors: Tensors, folder: Folder, target: Target | None = None):
     'Write an EAGLE-3 research checkpoint. vLLM serves it with method "eagle3".'
     layer = config.transformer_layer_config
-    llama = layer.model_type == "llama"
     raw = flat_config(
         layer,
-        architectures=["LlamaForCausalLMEagle3" if llama else "Eagle3Qwen3ForCausalLM"],
+        architectures=[EAGLE3_CLASSES.get(layer.model_type, "Eagle3Qwen3ForCausalLM")],
         speculative_tokens=config.proposed_tokens,
         draft_vocab_size=config.draft_vocab_size,
         norm_before_residual=config.norm_before_residual,

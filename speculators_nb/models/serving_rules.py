@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from ..nn.layers import LAYER_FAMILIES, ROPE
+from ..nn.layers import LATENT_FAMILIES, LAYER_FAMILIES, ROPE
 
 # A drafter may be trained with more than a serving engine implements: a sliding window on one layer of two, another
 # activation, longer rotary angles. vLLM reads `config.json` with defaults of its own, so a field that is missing, or
@@ -92,6 +92,47 @@ def known_layer_family(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     if family in LAYER_FAMILIES:
         return []
     return [f"{LAYER}.model_type is {family!r}; vLLM serves {' and '.join(LAYER_FAMILIES)}"]
+
+
+def as_latent_attention_is_served(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+    "What vLLM's latent attention (0.32) leaves out, or reads differently."
+    layer, wrong = layer_of(raw), []
+    if layer.get("model_type") not in LATENT_FAMILIES:
+        return []
+    rope, theirs = layer.get("rope_parameters") or {}, "vLLM's latent attention"
+    if raw.get("norm_before_fc"):
+        wrong.append(f"norm_before_fc is True; {theirs} comes with a norm for each feature alone, train with fc_norm")
+    if layer.get("rope_interleave") is False:
+        wrong.append(f"{LAYER}.rope_interleave is False; {theirs} rotates neighbours, train with True")
+    if "sliding_attention" in layer_types_of(raw):
+        wrong.append(f"{LAYER}.layer_types has sliding_attention; {theirs} has no window, train without")
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "yarn"):
+        wrong.append(
+            f"{ROPE}.rope_type is {kind!r}; {theirs} takes any other type for yarn, train with default or yarn"
+        )
+    if kind != "yarn":
+        return wrong
+    wrong += [
+        f"{ROPE}.{name} is {rope[name]}; {theirs} does not read it, train without"
+        for name in ("attention_factor", "truncate")
+        if rope.get(name) is not None
+    ]
+    scales = [rope.get(name) for name in ("mscale", "mscale_all_dim")]
+    if bool(scales[0]) != bool(scales[1]):
+        wrong.append(
+            f"{ROPE} have mscale={scales[0]} and mscale_all_dim={scales[1]}; where one of them is missing, {theirs} "
+            "takes another factor for cosines and sines: train with both or without"
+        )
+    trained, length = rope.get("original_max_position_embeddings"), layer.get("max_position_embeddings", 4096)
+    if not trained:
+        wrong.append(f"{ROPE}.original_max_position_embeddings is missing; vLLM needs it, write what was trained with")
+    elif trained * rope.get("factor", 1) < length:
+        wrong.append(
+            f"{ROPE}.factor is {rope.get('factor')}; {theirs} has angles for {trained} times as many positions, less "
+            f"than max_position_embeddings={length}: train with {length / trained:g}"
+        )
+    return wrong
 
 
 def reaches_as_far(raw: dict[str, Any], verifier: Any = None) -> list[str]:

@@ -692,16 +692,18 @@ def _prefix_scores(part, q, k, first, stop, bias=None):
 
 
 class _PrefixOwn(torch.autograd.Function):
-    """q [Hkv, A, R, D] (scaled already: R queries at each anchor), k and v [Hkv, L, D], own_k
-    and own_v [Hkv, A, S, D], all float32 or all float64; first and stop [A, R] of the prefix;
-    attended [A, R, S] own keys -> [Hkv, A, R, D], log-sum-exp [Hkv, A, R]."""
+    """q [Hkv, A, R, D] (scaled already: R queries at each anchor), k [Hkv, L, D], v [Hkv, L,
+    Dv], own_k [Hkv, A, S, D], own_v [Hkv, A, S, Dv], all float32 or all float64; first and stop
+    [A, R] of the prefix; attended [A, R, S] own keys -> [Hkv, A, R, Dv], log-sum-exp
+    [Hkv, A, R]."""
 
     @staticmethod
     def forward(ctx, q, k, v, own_k, own_v, first, stop, attended, blocks):
         own = (q @ own_k.transpose(-1, -2)).masked_fill_(~attended, -math.inf)
         # the largest score of each query, and sums of exp(score - top), with v and without
         top = own.amax(-1) if own.shape[-1] else torch.full_like(q[..., 0], -math.inf)
-        weighted, total = torch.empty_like(q), torch.empty_like(top)
+        weighted = q.new_empty(*q.shape[:-1], v.shape[-1])
+        total = torch.empty_like(top)
         for part in blocks:
             scores = _prefix_scores(part, q, k, first, stop)
             best = top[:, part.anchors].flatten(1)
@@ -752,15 +754,15 @@ class _PrefixOwn(torch.autograd.Function):
 def block_attention(
     q: Tensor,  # [Hq, A, B, D]: B queries at each of A anchors; query a·B + b of the mask
     k: Tensor,  # [Hkv, L, D] keys of the packed row
-    v: Tensor,  # [Hkv, L, D]
+    v: Tensor,  # [Hkv, L, Dv]
     own_k: Tensor,  # [Hkv, A, S, D] keys that belong to one anchor alone; key L + a·S + s
-    own_v: Tensor,  # [Hkv, A, S, D]
+    own_v: Tensor,  # [Hkv, A, S, Dv]
     mask: Mask,  # one contiguous range of the keys 0 … L-1 for each query
     impl: str = "blocked",  # "blocked" (any device, float64) or "flex" (CUDA; CPU forward only)
     sinks: Tensor | None = None,  # [Hq], as in `attention`
     queries: Tensor | None = None,  # [A, B] int64, of the mask; None: a·B + b, as with "flex"
     own_keys: Tensor | None = None,  # [A, S] int64, of the mask; None: L + a·S + s
-) -> Tensor:  # [Hq, A, B, D]; zeros for a query that attends to nothing
+) -> Tensor:  # [Hq, A, B, Dv]; zeros for a query that attends to nothing
     """Attention of blocks of queries over a prefix of the packed row and over their anchor's
     own keys, exactly. Anchors ascend, and none is padding. Errors: ValueError for an unknown
     `impl`, and where the prefix has a gap."""
@@ -771,7 +773,7 @@ def block_attention(
         )
     hq, a, b, d = q.shape
     if not a:
-        return q
+        return q[..., : v.shape[-1]]
     # autocast may leave queries and keys wider
     q, k, own_k, own_v = (t.to(v.dtype) for t in (q, k, own_k, own_v))
     with torch.autocast(q.device.type, enabled=False):
@@ -831,21 +833,21 @@ def merge_own(
 def prefix_attention(
     q: Tensor,  # [Hq, N, D] queries of the selected rows
     k: Tensor,  # [Hkv, L, D] step-0 keys of the packed row
-    v: Tensor,  # [Hkv, L, D]
-    diagonal: list[tuple[Tensor, Tensor]],  # k, v [Hkv, N, D] of the rows at each later step
+    v: Tensor,  # [Hkv, L, Dv]
+    diagonal: list[tuple[Tensor, Tensor]],  # k, v [Hkv, N, …] of the rows at each later step
     # [N] int64 positions of the queries, where the mask's tensors are: for "blocked" on the
     # device of the queries, ascending and none padding; for "flex" better on the host
     rows: Tensor,
     mask: Mask,  # `ttt`, or another with its keys: step s is keys s·L … (s+1)·L-1
     impl: str = "blocked",  # as in `block_attention`
-) -> Tensor:  # [Hq, N, D]
+) -> Tensor:  # [Hq, N, Dv]
     "Attention of selected rows over step 0, plus each row's own keys of later steps, exactly."
     if not len(rows):
-        return q
+        return q[..., : v.shape[-1]]
     own_k, own_v = (
         (torch.stack(x, 2).to(v.dtype) for x in zip(*diagonal))
         if diagonal
-        else (k.new_empty(len(k), len(rows), 0, k.shape[-1], dtype=v.dtype),) * 2
+        else (v.new_empty(len(x), len(rows), 0, x.shape[-1]) for x in (k, v))
     )
     q, k = q.to(v.dtype), k.to(v.dtype)
     step = torch.arange(1, len(diagonal) + 1, device=rows.device)

@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from ..evaluate.cost import ALSO_COUNTED
 from ..models.base import SpeculatorModel
-from ..nn.layers import LAYER_FAMILIES, head_dim
+from ..nn.layers import LATENT_FAMILIES, LATENT_SIZES, LAYER_FAMILIES, head_dim
 from ..nn.losses import chunks_as_on
 from ..train.train_drafter import LAYER_ARGUMENTS
 from ..train.trainer import weights_to_float32
@@ -160,7 +160,8 @@ def step_of(
     plain = {n: v for n, v in given.items() if n != RECOMPUTED}
     num_layers = layer.num_hidden_layers if given.get("draft_config") else given.get("num_layers")
     fixed = SpeculatorModel.registered_class(algorithm).fixed_layers
-    draft_arch = layer.model_type if layer.model_type in LAYER_FAMILIES and not fixed else None
+    known = layer.model_type in LAYER_FAMILIES + LATENT_FAMILIES
+    draft_arch = layer.model_type if known and not fixed else None
     left_out = ("draft_arch", "num_layers", *LAYER_ARGUMENTS, "mask_token_id", "draft_vocab_size")
     own = {n: v for n, v in plain.items() if n not in left_out}
     with tempfile.TemporaryDirectory() as folder:
@@ -213,6 +214,7 @@ def without_memory(model: nn.Module) -> FakeTensorMode:
 
 def verifier_like(layer: Any, vocab: int, depth: int) -> PretrainedConfig:
     "The config of a verifier of the draft layers' sizes."
+    latent = LATENT_SIZES if layer.model_type in LATENT_FAMILIES else ()
     return Qwen3Config(
         hidden_size=layer.hidden_size,
         intermediate_size=layer.intermediate_size,
@@ -223,6 +225,7 @@ def verifier_like(layer: Any, vocab: int, depth: int) -> PretrainedConfig:
         vocab_size=vocab,
         max_position_embeddings=2**17,
         tie_word_embeddings=False,
+        **{name: getattr(layer, name) for name in latent},
     )
 
 

@@ -8,6 +8,8 @@ drafted token is compared with our own decoding.
 
 The head is stitched into its verifier, as a user would do it, and vLLM loads that folder alone. Texts, chains and
 counters must be ours (see check_vllm.py, which has the engine's side and the comparison; Qwen3.5's head is there).
+Beside DeepSeek's verifier an EAGLE-3 with latent attention drafts as well: on a CPU vLLM has such layers for verifiers
+that have them.
 """
 
 import argparse
@@ -21,7 +23,7 @@ import check_vllm
 from check_vllm import VERIFIER, Case, answers, compare, install, moved, ours
 
 H, K = 128, check_vllm.K
-QUICK = ("deepseek_v3", "mimo")
+QUICK = ("deepseek_v3", "mimo", "deepseek_v3-eagle3")
 SMALL = dict(
     hidden_size=H,
     num_hidden_layers=2,
@@ -99,6 +101,7 @@ GEMMA = SMALL | dict(
 )
 GEMMA.pop("num_nextn_predict_layers")
 FAMILIES["gemma4_text"] = ("Gemma4ForCausalLM", GEMMA, {})
+FAMILIES["deepseek_v3-eagle3"] = FAMILIES["deepseek_v3"]
 # MiMo's checkpoints bring their config's class, and vLLM asks for it
 MIMO = """from transformers.models.qwen2.configuration_qwen2 import Qwen2Config
 class MiMoConfig(Qwen2Config):
@@ -117,7 +120,7 @@ def make_verifier(family, folder):
     tokenizer = AutoTokenizer.from_pretrained(VERIFIER)
     words = dict(vocab_size=len(tokenizer), pad_token_id=0, bos_token_id=0, eos_token_id=tokenizer.eos_token_id)
     torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **fields, **words)
+    config = AutoConfig.for_model(family.removesuffix("-eagle3"), **fields, **words)
     model = moved(AutoModelForCausalLM.from_config(config, dtype=torch.float32), torch.Generator().manual_seed(0))
     with torch.no_grad():
         embed = model.get_input_embeddings().weight.normal_()
@@ -150,6 +153,31 @@ def make_assistant(own, folder):
     return Case(run, folder / "gemma4-drafter", own, contract="save_native")
 
 
+def make_eagle3(own, folder):
+    """EAGLE-3 with latent attention, in its own layout. It attends to the token itself, whose embedding the head reads:
+    queries and keys are the same 64 channels of it."""
+    import torch
+
+    from speculators_nb.models.convert import export_native
+    from speculators_nb.train.train_drafter import new_drafter
+
+    shape = dict(fc_norm=True, norm_output=True, norm_before_residual=False)
+    drafter = moved(new_drafter("eagle3", own, "deepseek_v3", ttt_steps=K, **shape), torch.Generator().manual_seed(1))
+    attention, one = drafter.layers[0].self_attn, torch.eye(H)
+    with torch.no_grad():
+        attention.q_a_proj.weight[:, :H] += one[:64]
+        attention.kv_a_proj_with_mqa.weight[:H, :H] += one
+        for head in range(4):
+            attention.q_b_proj.weight[192 * head :][:64] += 2 * one[:64, :64]
+            attention.kv_b_proj.weight[256 * head :][:64, :H] += one[:64]
+            attention.kv_b_proj.weight[256 * head + 128 :][:H, :H] += one
+            attention.o_proj.weight[:, 128 * head :][:, :H] += one
+    drafter.save_pretrained(folder / "latent-eagle3")
+    native = export_native(folder / "latent-eagle3", folder / "latent-eagle3-native")
+    said = dict(method="eagle3", model=native, num_speculative_tokens=K)
+    return Case(dict(model=str(own), speculative_config=said), folder / "latent-eagle3", own, contract="export")
+
+
 def make_case(family, folder):
     """A family's verifier with a head of ours, in front of the engine."""
     import torch
@@ -160,6 +188,8 @@ def make_case(family, folder):
     own = make_verifier(family, folder / f"{family}-verifier")
     if family == "gemma4_text":
         return make_assistant(own, folder)
+    if family == "deepseek_v3-eagle3":
+        return make_eagle3(own, folder)
     head = MTPDraftModel.from_training_args(
         verifier_name_or_path=str(own), fresh_head=True, verifier_norm=True, num_speculative_steps=K
     )
