@@ -89,7 +89,7 @@ def check_kinds(
         )
     if not isinstance(sampling, Sampling):
         raise ValueError(
-            f"sampling={sampling!r}: give a Sampling, such as Sampling(temperature=0.7), or None"
+            f"sampling={sampling!r}: give a Sampling, such as Sampling(temperature=0.7)"
         )
     if isinstance(eos_token_ids, str) or not isinstance(eos_token_ids, Collection):
         raise ValueError(
