@@ -153,6 +153,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                       'speculators_nb/decode/generate.py'),
                                                 'speculators_nb.decode.generate.Trace.pieces': ( 'decode/generate.html#trace.pieces',
                                                                                                  'speculators_nb/decode/generate.py'),
+                                                'speculators_nb.decode.generate.check_kinds': ( 'decode/generate.html#check_kinds',
+                                                                                                'speculators_nb/decode/generate.py'),
                                                 'speculators_nb.decode.generate.check_request': ( 'decode/generate.html#check_request',
                                                                                                   'speculators_nb/decode/generate.py'),
                                                 'speculators_nb.decode.generate.decoding_step': ( 'decode/generate.html#decoding_step',

@@ -272,11 +272,31 @@ def test_synthetic_rates_are_what_comes_out():
         (lambda: fly(2, 0.3, 0), "fly_entropy_top_k=0"),
         (lambda: tolerant(0), "verifier_accept_k=0"),
         (lambda: tolerant(1, -1), "accept_tolerance=-1"),
+        (lambda: typical(-0.1), "epsilon=-0.1 and delta=0.09 must not be negative"),
+        (lambda: typical(0.3, math.nan), "delta=nan must not be negative"),
     ],
 )
 def test_refused_parameters(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_of_equal_tokens_the_first_is_greedys():
+    "Without slack a draft token as likely as the verifier's, but not its first, is refused, as by greedy."
+    target = torch.tensor([[0.4, 0.4, 0.2], [0.2, 0.4, 0.4]])
+    for token in range(3):
+        chain = TokenTree.chain([token])
+        assert tolerant().decide(chain, target) == greedy(chain, target)
+    assert tolerant().decide(TokenTree.chain([1]), target) == ([], 0)
+    assert tolerant(2).decide(TokenTree.chain([1]), target) == ([0], 1)
+
+
+@pytest.mark.parametrize("rule", [tolerant(3), tolerant(2), tolerant(1, math.inf), tolerant(4, 0.5)])
+def test_slack_never_reaches_what_is_impossible(rule):
+    "Filters, and a distribution with fewer tokens than the k likeliest, leave tokens of probability 0."
+    target = torch.tensor([[1.0, 0, 0, 0], [0.6, 0.4, 0, 0], [0, 0, 1, 0]])
+    assert rule.decide(TokenTree.chain([3]), target[:2]) == ([], 0)
+    assert rule.decide(TokenTree(torch.tensor([2, 0]), torch.tensor([-1, -1])), target) == ([1], 2)
 
 
 FOR_CHAINS = ("block", "fly")

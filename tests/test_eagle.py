@@ -330,6 +330,25 @@ def test_scaled_heads():
     )
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+def test_a_head_with_a_bias(scale):
+    "A verifier whose head has a bias (Phi, GPT-J): the loss compares its law with the one that is drafted from."
+    model, batch, g = random_model(7)
+    model.eval()
+    model.target_head.scale = scale
+    model.target_head.bias = torch.nn.Parameter(3 * torch.randn(V, generator=g), requires_grad=False)
+    on = (batch["loss_mask"] & (batch["document_ids"] >= 0))[0]
+    last = batch["verifier_last_hidden_states"][0, on]
+    row = [batch[name][0] for name in ("input_ids", "hidden_states", "document_ids", "position_ids")]
+    row[1] = model.target_head.norm(row[1])
+    drafted = model.logits(model.dense_hidden(*row, 1)[0][on]).log_softmax(-1)
+    verifiers = model.target_head(last).log_softmax(-1)
+    kl = (verifiers.exp() * (verifiers - drafted)).sum(-1).mean().item()
+    for lean in (True, False):
+        got = model(**batch, loss_config="kl_div", feature_weight=0.0, lean=lean)[1].item()
+        assert got == pytest.approx(kl, rel=1e-4)
+
+
 # ------------------------------------------------------------------------------------------------ drafting
 
 

@@ -2,6 +2,7 @@
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -376,12 +377,34 @@ def test_the_context_limits_the_output(verifier):
             dict(drafter=Scripted(lambda t, k: [1], aux_layer_ids=(1, 3))),
             r"reads layers \[1, 3\].*aux_layer_ids=\[1, 3\]",
         ),
+        (dict(prompt_ids="Hello"), r"prompt_ids is a str: pass token ids, such as tokenizer\(text\)"),
+        (dict(prompt_ids=None), "prompt_ids is a NoneType"),
+        (dict(prompt_ids=[2.5, 3]), "prompt_ids holds torch.float32"),
+        (dict(prompt_ids=[True, False]), "prompt_ids holds torch.bool"),
+        (dict(eos_token_ids=2), r"eos_token_ids=2: give a list of token ids, such as \[2\], or \[\]"),
+        (dict(eos_token_ids=None), "eos_token_ids=None: give a list"),
+        (dict(sampling=0.7), r"sampling=0.7: give a Sampling, such as Sampling\(temperature=0.7\)"),
+        (dict(rule=lambda tree, p, generator: ([], 0)), r"rule=<function .*: give a word such as 'standard', or Rule"),
+        (dict(drafter=None), "drafter=None: give an object that proposes"),
+        (dict(drafter=NoDrafter), "drafter=NoDrafter: give an object that proposes"),
+        (dict(k=lambda steps: 2.5), "k=2.5: a function of the steps must give a whole number from 0 on"),
+        (dict(k=lambda steps: None), "k=None: a function of the steps"),
+        (dict(k=lambda steps: -1), "k=-1: a function of the steps"),
     ],
 )
 def test_refused_requests(verifier, change, message):
     request = dict(drafter=NoDrafter(), prompt_ids=[2, 3], max_new_tokens=5, k=2) | change
     with pytest.raises(ValueError, match=message):
         generate(verifier, request.pop("drafter"), request.pop("prompt_ids"), **request)
+
+
+def test_prompts_of_numpy_are_read(verifier):
+    "An array, a list of its numbers, and a list of arrays; and a function of the steps that gives a number of numpy."
+    ids = np.array([2, 3, 5])
+    want = generate(verifier, NoDrafter(), [2, 3, 5], max_new_tokens=5, k=0).tokens
+    for prompt in (ids, list(ids)):
+        assert generate(verifier, NoDrafter(), prompt, max_new_tokens=5, k=lambda steps: ids[1]).tokens == want
+    assert [g.tokens for g in generate(verifier, NoDrafter(), [ids, ids], max_new_tokens=5)] == [want] * 2
 
 
 def test_refuses_foreign_probabilities(verifier):

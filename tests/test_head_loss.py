@@ -92,6 +92,43 @@ def test_low_precision_products_stay_close():
     assert torch.cosine_similarity(a, b, dim=0) > 0.999
 
 
+def equal_logits(n=60, vocab=40, hidden=12):
+    "States and a head of small whole numbers: several tokens of most rows have the largest logit, exactly."
+    g = torch.Generator().manual_seed(0)
+    head, states = (torch.randint(-1, 2, (size, hidden), generator=g).float() for size in (vocab, n))
+    tied = ((states @ head.T) == (states @ head.T).amax(-1, keepdim=True)).sum(-1) > 1
+    assert tied.float().mean() > 0.3
+    return states.requires_grad_(), torch.nn.Parameter(head, requires_grad=False)
+
+
+@pytest.mark.parametrize("chunk", [7, 100])
+def test_of_equal_rounded_logits_the_first_is_drafted(chunk):
+    "In bfloat16 logits are often equal. A token that shares the largest one and is not drafted is not right."
+    states, head = equal_logits()
+    target = TargetHead(12)
+    target.norm.weight.data.fill_(1.0)
+    target.set_rows(head)
+    hidden = torch.randn(20, 12, generator=torch.Generator().manual_seed(1))
+    c = dict(
+        hidden=states,
+        head=head,
+        target_head=target,
+        target_hidden=hidden,
+        target_of_row=torch.arange(60) % 20,
+        weight=torch.ones(60),
+    )
+    drafted, right = (states @ head.T).argmax(-1), target(hidden).argmax(-1)[c["target_of_row"]]
+    for wanted in (False, True):
+        out = head_loss(**c, mixture={"ce": 1.0}, gemm_dtype=torch.bfloat16, chunk=chunk, want_tokens=wanted)
+        assert torch.equal(out.correct, drafted == right)
+        assert torch.equal(out.tokens, drafted) if wanted else out.tokens is None
+    of_tokens = token_loss(states, head, right, torch.ones(60), gemm_dtype=torch.bfloat16, chunk=chunk)
+    assert torch.equal(of_tokens.correct, drafted == right)
+    assert (states @ head.T).gather(1, right[:, None])[:, 0].ge((states @ head.T).amax(-1)).sum() > (
+        drafted == right
+    ).sum()
+
+
 def confident_count_more(n):
     "Weights of n rows that depend on their losses."
     row = torch.arange(n)

@@ -110,6 +110,9 @@ def test_cross_entropies_by_hand():
         ({"tv": "a"}, "weight of 'tv'"),
         ({}, "empty"),
         ('{"tv": true}', "weight of 'tv'"),
+        ({"tv": float("inf")}, "weight of 'tv' is inf"),
+        ('{"tv": }', r"loss: '\{\"tv\": \}' is no JSON .*write one as"),
+        (["tv"], r"loss: \['tv'\] is no mixture; give a name or"),
     ],
 )
 def test_bad_specifications(spec, message):

@@ -76,6 +76,14 @@ def test_a_chain_has_one_path(tokens):
         (lambda: TokenTree.chain([-1]).check_vocabulary(7), r"tokens\[0\]=-1"),
         (lambda: TokenTree.chain([1, 2], torch.ones(1, 7) / 7), "one row"),
         (lambda: TokenTree.chain([1, 2], torch.ones(2)), "one row"),
+        (lambda: TokenTree([1, 2], torch.tensor([-1, 0])), "tokens is a list: give a tensor of integers"),
+        (lambda: TokenTree(torch.tensor([1, 2]), (-1, 0)), "parents is a tuple"),
+        (lambda: TokenTree.chain([1.5, 2]), "tokens must be a row of integers, got torch.float32"),
+        (lambda: TokenTree.chain(torch.tensor(5)), r"tokens must be a row of integers, got torch.int64 of shape \(\)"),
+        (
+            lambda: TokenTree.chain([1], real=torch.tensor([True, False])),
+            r"real has shape \(2,\), but there are 1 tokens",
+        ),
         (lambda: Sampling(-0.1), "temperature=-0.1"),
         (lambda: Sampling(float("nan")), "temperature=nan"),
         (lambda: Sampling(float("inf")), "temperature=inf"),
@@ -97,6 +105,14 @@ def test_laws(seed, temperature):
         assert torch.equal(p.argmax(-1), logits.argmax(-1)) and torch.equal(p.max(-1).values, torch.ones(3, 2))
     else:
         torch.testing.assert_close(p, torch.softmax(logits.float() / temperature, -1))
+
+
+@pytest.mark.parametrize("temperature", [1e-5, 1e-30, 1e-38, 1e-44, 5e-324])
+def test_a_tiny_temperature_is_greedy(temperature):
+    "A logit divided by less than about 1e-37 is infinite, and infinity less infinity is no probability."
+    logits = torch.tensor([[30.0, -2, 29.5], [0, 0, 0], [-torch.inf, 1, -80]])
+    expected = torch.tensor([[1.0, 0, 0], [1 / 3, 1 / 3, 1 / 3], [0, 1, 0]])
+    torch.testing.assert_close(Sampling(temperature).probabilities(logits), expected)
 
 
 def test_drawing_follows_the_law_and_the_seed():

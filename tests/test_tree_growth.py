@@ -175,6 +175,15 @@ def test_static_shape_refuses(field, arguments):
         static_shape(*arguments)
 
 
+@pytest.mark.parametrize("sizes", [(10**9, 1, 1), (1, 10**9, 2), (2, 2, 10**9), (1, 1, 10**9)], ids=str)
+def test_a_static_tree_is_refused_before_it_fills_the_memory(sizes):
+    first, later, depth = sizes
+    with pytest.raises(ValueError, match=f"depth={depth}: .*factor={first} and .*factor={later} .* more than"):
+        static_shape(*sizes)
+    with pytest.raises(ValueError, match="depth=1.5 must be a whole number"):
+        static_shape(2, 1, 1.5)
+
+
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 10**6), slots=st.integers(1, 3), total=st.integers(1, 30))
 def test_product_tree_is_the_best(seed, slots, total):

@@ -146,7 +146,7 @@ class Rule(NamedTuple):
 
     # (tree, target_probs [N+1, V], generator) -> Decision; or (accepted nodes, next token)
     choose: Callable
-    lossless: bool  # the output has the verifier's distribution
+    lossless: bool  # the output has the verifier's distribution; of greedy: at temperature 0
     about: str  # in a few words
     raw: bool = False  # at temperature 0 it receives the distribution of temperature 1
     raw_too: bool = False  # at temperature 0 it receives that one as a fourth argument
@@ -348,7 +348,9 @@ def typical(
     delta: float = 0.09,  # share of exp(-entropy) that suffices
 ) -> Rule:
     """Typical acceptance (2401.10774, section 2.3.1). The next token is the verifier's
-    likeliest one, as in greedy decoding."""
+    likeliest one, as in greedy decoding. Errors: ValueError for a negative number."""
+    if not (epsilon >= 0 and delta >= 0):
+        raise ValueError(f"epsilon={epsilon} and delta={delta} must not be negative")
 
     def on_device(tree, target_probs, generator=None) -> Decision:
         p = target_probs.double()
@@ -462,13 +464,16 @@ def tolerant(
     accept_k: int = 1,  # accept a token that is among the verifier's k likeliest
     tolerance: float = 0.0,  # or whose log-probability is within this of the best
 ) -> Rule:
-    """Greedy acceptance with slack; the next token is the verifier's argmax. Errors: ValueError
-    for k < 1 or a negative tolerance."""
+    """Greedy acceptance with slack, of tokens that the verifier does not rule out; the next
+    token is its argmax. Errors: ValueError for k < 1 or a negative tolerance."""
     if accept_k < 1 or not tolerance >= 0:
         raise ValueError(
             f"verifier_accept_k={accept_k} must be at least 1 and accept_tolerance={tolerance} "
             "not negative"
         )
+    about = f"among the {accept_k} likeliest, or within {tolerance} of the best"
+    if accept_k == 1 and tolerance == 0:  # of equal tokens the first alone
+        return Rule(greedy, True, about)
 
     def on_device(tree, target_probs, generator=None) -> Decision:
         p = target_probs.double()
@@ -479,15 +484,10 @@ def tolerant(
         prob = prob.masked_fill(prob < threshold[row], -1)
         siblings = tree.parents[:, None] == tree.parents
         better = siblings & (prob > prob[:, None]) | before(tree) & (prob == prob[:, None])
-        path = path_of(tree, (prob >= 0) & ~better.any(1))
+        path = path_of(tree, (prob > 0) & ~better.any(1))
         return Decision(path, p[last_row(path)][0].argmax())
 
-    return Rule(
-        on_device,
-        accept_k == 1 and tolerance == 0,
-        f"among the {accept_k} likeliest, or within {tolerance} of the best",
-        raw=True,
-    )
+    return Rule(on_device, False, about, raw=True)
 
 # %% ../../nbs/decode/02_acceptance_rules.ipynb #637a7647
 RULES = {

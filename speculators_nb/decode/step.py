@@ -2,6 +2,7 @@
 The host waits for the device once: when it looks at the decision."""
 
 import copy
+import operator
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -115,12 +116,29 @@ def check_proposal(draft: TokenTree, depth: int, vocab_size: int, device: str | 
     return draft.cut(depth).to(device)
 
 
+def wanted_depth(k: int | Callable[[list[Step]], int], steps: list[Step]) -> int:
+    """How deep a draft may be after these steps. Errors: ValueError for a function that gives no whole number from 0
+    on."""
+    if not callable(k):
+        return k
+    depth = k(steps)
+    try:
+        depth = operator.index(depth)
+    except TypeError:
+        depth, given = -1, depth
+    else:
+        given = depth
+    if depth < 0:
+        raise ValueError(f"k={given!r}: a function of the steps must give a whole number from 0 on")
+    return depth
+
+
 def propose(request: Request, k: int | Callable[[list[Step]], int], vocab_size: int) -> Proposal:
     """Ask the drafter for draft tokens of the verifier's vocabulary: `k` deep, or as deep as a function of the steps so
     far says; the last token before the limit is left to the verifier. The prompt is read without a draft."""
     requested = 0
     if request.read:
-        requested = min(k(request.steps) if callable(k) else k, request.remaining - 1)
+        requested = min(wanted_depth(k, request.steps), request.remaining - 1)
     if not requested:
         return Proposal(requested, TokenTree.chain(request.tokens[:0]))
     drafter, sampling = request.drafter, request.sampling

@@ -107,7 +107,8 @@ def probabilities(
     logits = logits.float()
     if temperature == 0:
         return one_hot(likeliest(logits), logits.shape[-1]).float()
-    probs = (logits / temperature).softmax(-1)
+    # a logit divided by less may be infinite
+    probs = (logits / max(temperature, 1e-30)).softmax(-1)
     if min_p:
         probs = probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0)
     if 0 < top_k < probs.shape[-1]:
@@ -188,14 +189,15 @@ def check_nodes(
     parents: Tensor,  # [N] int64
     parent_of: list[int] | None,  # `parents` on the CPU; None: not looked at
     probs: Tensor | None,  # [N, V]
+    real: Tensor | None = None,  # [N] bool
 ) -> None:
     "Errors: ValueError for rows that are not a tree, naming the row and the node."
-    n = len(tokens)
     for name, row in (("tokens", tokens), ("parents", parents)):
         if row.ndim != 1 or row.is_floating_point() or row.dtype == torch.bool:
             raise ValueError(
                 f"{name} must be a row of integers, got {row.dtype} of shape {tuple(row.shape)}"
             )
+    n = len(tokens)
     if parents.shape != tokens.shape:
         raise ValueError(
             f"parents has shape {tuple(parents.shape)}, but there are {n} tokens: give one "
@@ -211,6 +213,11 @@ def check_nodes(
         raise ValueError(
             f"probs has shape {tuple(probs.shape)}, but there are {n} tokens: give one row [V] "
             "for each, or None"
+        )
+    if real is not None and real.shape != tokens.shape:
+        raise ValueError(
+            f"real has shape {tuple(real.shape)}, but there are {n} tokens: give one truth "
+            "value for each, or None"
         )
 
 # %% ../../nbs/decode/01_tree.ipynb #4ed4c07f
@@ -342,11 +349,15 @@ class TokenTree:
         return plot_tree(self.parent_of, labels, weights, accepted, root, title)
 
     def __post_init__(self, shape):
+        for name in ("tokens", "parents"):
+            row = getattr(self, name)
+            if not isinstance(row, Tensor):
+                raise ValueError(f"{name} is a {type(row).__name__}: give a tensor of integers")
         if shape is not None:
             self.parent_of = shape
         look = self.deepest is None or self.known
         parent_of = self.parent_of if look else None
-        check_nodes(self.tokens, self.parents, parent_of, self.probs)
+        check_nodes(self.tokens, self.parents, parent_of, self.probs, self.real)
         if self.probs is not None:
             self.check_vocabulary(self.probs.shape[1])
 
@@ -358,8 +369,10 @@ class TokenTree:
         real: Tensor | None = None,  # [N] bool, True up to some token; None: all are real
     ) -> "TokenTree":  # each token follows the one before it
         "A tree of width 1."
-        tokens = torch.as_tensor(tokens, dtype=torch.long)
-        n = len(tokens)
+        tokens = torch.as_tensor(tokens)
+        n = tokens.numel()
+        if not (n and tokens.is_floating_point()):  # no token is a half; nothing has no dtype
+            tokens = tokens.long()
         parents = torch.arange(-1, n - 1, device=tokens.device)
         return cls(tokens, parents, probs, real, shape=list(range(-1, n - 1)))
 

@@ -64,21 +64,25 @@ def static_shape(
         branching_factor=branching_factor,
         depth=depth,
     )
-    level: list[Choices] = [(choice,) for choice in range(initial_branching_factor)]
-    shape = list(level)
-    for _ in range(depth - 1):
-        level = [(*path, choice) for path in level for choice in range(branching_factor)]
-        shape += level
-        if len(shape) > MOST_DRAFTED:
+    level: list[Choices] = [()]
+    shape: list[Choices] = []
+    later = itertools.repeat(branching_factor, depth - 1)
+    for children in itertools.chain([initial_branching_factor], later):
+        if len(shape) + len(level) * children > MOST_DRAFTED:
             raise ValueError(
-                f"depth={depth}: with branching_factor={branching_factor} the tree has more "
-                f"than {MOST_DRAFTED} tokens; lower one of them"
+                f"depth={depth}: with initial_branching_factor={initial_branching_factor} and "
+                f"branching_factor={branching_factor} the tree has more than {MOST_DRAFTED} "
+                "tokens; lower one of them"
             )
+        level = [(*path, choice) for path in level for choice in range(children)]
+        shape += level
     return shape
 
 
 def _at_least_one(**numbers):
     for name, value in numbers.items():
+        if not isinstance(value, int):
+            raise ValueError(f"{name}={value!r} must be a whole number")
         if value < 1:
             raise ValueError(f"{name}={value} must be at least 1")
 

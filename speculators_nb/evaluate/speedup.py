@@ -87,7 +87,10 @@ def experts_read(
     experts: int,  # E of a layer
     active: int,  # e of a token
 ) -> float:  # expected number of different experts
-    "Experts that a pass reads where routing is uniform and independent (2505.19645)."
+    """Experts that a pass reads where routing is uniform and independent (2505.19645). Errors:
+    ValueError for a token that is routed to none, or to more than there are."""
+    if not 1 <= active <= experts:
+        raise ValueError(f"active={active} must be from 1 to experts={experts}")
     return experts * (1 - (1 - active / experts) ** tokens)
 
 
@@ -124,7 +127,12 @@ def batch_verify(
 def draft_schedule(
     best: Mapping[int, int],  # batch size -> draft tokens, from `best_gamma`; sizes from 1 on
 ) -> dict[str, Any]:  # fields of vLLM's --speculative-config; {}: drafting pays nowhere
-    "The number of draft tokens, and where it changes with the batch size the ranges."
+    """The number of draft tokens, and where it changes with the batch size the ranges. Errors:
+    ValueError for no size, a size below 1, or a negative number of tokens."""
+    if not best or min(best) < 1 or min(best.values()) < 0:
+        raise ValueError(
+            f"best={dict(best)}: give draft tokens, 0 or more, for batch sizes from 1 on"
+        )
     sizes = sorted(best)
     ranges: list[list[int]] = []  # first size, last size, tokens
     for size, following in zip(sizes, [*sizes[1:], sizes[-1] + 1]):

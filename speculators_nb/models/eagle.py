@@ -341,7 +341,9 @@ class EagleSpeculator(AttachableVerifier, TrainingTimeTest):
         weight = row_weights(entries, step_weight, count, len(ids), per_position_loss_weight)
         true = self.target_head.norm(verifier_last_hidden_states[0, entries.target])
         distance = F.smooth_l1_loss(predicted.to(true.dtype), true, reduction="none").mean(-1)
-        scale = self.target_head.scale
+        scale, head_bias, bias = self.target_head.scale, self.target_head.bias, None
+        if head_bias is not None:  # the verifier's head has one, and so have its draft logits
+            bias = predicted.new_full((len(predicted), 1), scale), head_bias[:, None]
         out = head_loss(
             predicted if scale == 1 else predicted * scale,
             self.lm_head.weight,
@@ -350,6 +352,7 @@ class EagleSpeculator(AttachableVerifier, TrainingTimeTest):
             on_cpu.target,
             weight,
             mixture,
+            bias=bias,
             gemm_dtype=gemm_dtype,
             want_accept=not self.training,
             lean=lean,

@@ -247,17 +247,24 @@ def parse_loss(
     if not isinstance(spec, str):
         mixture = spec
     elif spec.lstrip().startswith("{"):
-        mixture = json.loads(spec)
+        try:
+            mixture = json.loads(spec)
+        except ValueError as e:
+            raise ValueError(
+                f'loss: {spec!r} is no JSON ({e}); write one as {{"ce": 0.1, "tv": 0.9}}'
+            ) from None
     else:
         mixture = {spec: 1.0}
     choices = ", ".join(LOSSES)
+    if mixture and not isinstance(mixture, dict):
+        raise ValueError(f"loss: {mixture!r} is no mixture; give a name or {{name: weight}}")
     if not mixture:
         raise ValueError(f"loss: the mixture is empty; name at least one of {choices}")
     for name in sorted(set(mixture) - set(LOSSES)):
         raise ValueError(f"loss: unknown name {name!r}; choose from {choices}")
     for name, weight in mixture.items():
         is_number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
-        if not is_number or math.isnan(weight):
+        if not is_number or not math.isfinite(weight):
             raise ValueError(f"loss: weight of {name!r} is {weight!r}; give a number")
     return {name: float(weight) for name, weight in mixture.items()}
 
@@ -295,9 +302,13 @@ def score_rows(
         if weight != 1:
             grad *= weight
         total = grad if total is None else total.add_(grad)
-    correct = draft.logits.gather(-1, target.argmax[:, None])[:, 0] >= draft.top
     accept = overlap(target, draft) if want_accept else None
-    return ScoredRows(losses, correct, accept, draft.argmax if want_tokens else None, total)
+    tokens = draft.argmax if want_tokens else None
+    if tokens is not None:
+        correct = tokens == target.argmax
+    else:  # one search less, where no two logits are equal
+        correct = draft.logits.gather(-1, target.argmax[:, None])[:, 0] >= draft.top
+    return ScoredRows(losses, correct, accept, tokens, total)
 
 # %% ../../nbs/nn/04_losses.ipynb #06a0f00d
 def register_loss(
@@ -714,7 +725,9 @@ def score_chunk(
     gradients = z_rows
     # a loss of one's own, differentiated by autograd, is not compiled
     compiled = is_compiled_for(z_rows) and all(LOSSES[name].grad for name in mixture)
-    want_accept, want_tokens = scores.accept is not None, scores.tokens is not None
+    want_accept = scores.accept is not None
+    # of rounded logits several may be the largest, and the first of them is drafted
+    want_tokens = scores.tokens is not None or z_rows.dtype in LOW_PRECISION
     reads_probs = want_accept or any(LOSSES[name].target_probs for name in mixture)
     z_slots = z_rows.split([len(rows) for rows in chunk.slots])
     for first in range(0, len(z_targets), tile):
@@ -760,7 +773,7 @@ def score_chunk(
             scores.correct[rows] = scored.correct
             if want_accept:
                 scores.accept[rows] = scored.accept
-            if want_tokens:
+            if scores.tokens is not None:
                 scores.tokens[rows] = scored.tokens
             grad = scored.grad
             if grad is None or weight is None:

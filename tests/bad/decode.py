@@ -21,7 +21,7 @@ from speculators_nb.evaluate.cost import draft_cost, verifier_cost
 from speculators_nb.evaluate.engine import EngineEvaluation, evaluate_engine
 from speculators_nb.evaluate.guidellm import guidellm_command, read_report
 from speculators_nb.evaluate.prompts import UNFILLED, read_prompts
-from speculators_nb.evaluate.speedup import measured_speedup, speedups, verify_costs
+from speculators_nb.evaluate.speedup import draft_schedule, experts_read, measured_speedup, speedups, verify_costs
 from speculators_nb.lab.experiment import measure_heldout, settings, train_equally
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.convert import convert, detect, export_native
@@ -216,6 +216,11 @@ MAKERS = {
         "rates \\[0.1, 0.5\\] must lie in \\[0, 1\\] and not increase",
     ),
     "synthetic: NaN": (lambda: synthetic([NAN]), "rates \\[nan\\] must lie"),
+    "draft_schedule: no sizes": (lambda: draft_schedule({}), "best=\\{\\}: give draft tokens, 0 or more"),
+    "draft_schedule: no requests": (lambda: draft_schedule({0: 3}), "best=\\{0: 3\\}: give draft tokens"),
+    "draft_schedule: fewer than none": (lambda: draft_schedule({1: -3}), "best=\\{1: -3\\}: give draft tokens"),
+    "experts_read: none": (lambda: experts_read(1, 8, 0), "active=0 must be from 1 to experts=8"),
+    "experts_read: more than there are": (lambda: experts_read(2, 4, 8), "active=8 must be from 1 to experts=4"),
     "device_of: unknown": (lambda: device_of("foo"), "device='foo': is no device; choose cpu"),
     "device_of: the tenth": (
         lambda: device_of("cuda:9"),
