@@ -3,17 +3,24 @@
 them into the pages, between `<!-- made: NAME -->` and `<!-- end -->`; tests/test_guides.py fails where one is stale.
 Numbers in the prose of a page are in `quotes`: the same test looks for each on its page.
 
-Nothing is measured or computed here but sums and ratios of what results hold, so that every number has one place."""
+Nothing is measured here: numbers are sums, ratios and differences of what results hold, so that each has one place."""
 
 import csv
 import json
 import re
+import sys
 import textwrap
 from pathlib import Path
+from typing import NamedTuple
 
+import pandas as pd
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # before an installed package
+
+from speculators_nb.lab.paired import LENGTH, as_text, differences  # noqa: E402
+
 PAGES = ("which_drafter", "first_run", "how_much_data", "low_acceptance", "llama_cpp", "measured")
 NAMES = {
     "dflash": "DFlash",
@@ -124,6 +131,98 @@ def alike():
     )
 
 
+class Finding(NamedTuple):
+    "What is varied in training, with the tiny verifier and with SmolLM2; the settings are those of the results."
+
+    change: str
+    tiny: tuple[str, str, str]  # folder/file of the results, baseline, setting
+    real: tuple[str, str]  # baseline, setting
+    tutorial: str
+
+
+DEPTH, DECAY, MASK = "training_choices/ttt_depth", "step_weight_decay/prompts", "wrong_mask/prompts"
+LOSSES = "training_choices/losses"
+FINDINGS = (
+    Finding(
+        "two steps of training-time test, not one",
+        (DEPTH, "1 steps", "2 steps"),
+        ("1 step", "2 steps"),
+        "17_depth_of_training_time_test",
+    ),
+    Finding(
+        "four steps, not two", (DEPTH, "2 steps", "4 steps"), ("2 steps", "usual"), "17_depth_of_training_time_test"
+    ),
+    Finding(
+        "step k weighs 0.6^k, not 1",
+        (DECAY, "eagle3, decay 1.0", "eagle3, decay 0.6"),
+        ("decay 1.0", "usual"),
+        "13_step_weight_decay",
+    ),
+    Finding(
+        "step k weighs 1.2^k, not 1",
+        (DECAY, "eagle3, decay 1.0", "eagle3, decay 1.2"),
+        ("decay 1.0", "decay 1.2"),
+        "13_step_weight_decay",
+    ),
+    Finding("cross-entropy, not KL divergence", (LOSSES, "kl_div", "ce"), ("usual", "ce"), "18_which_loss"),
+    Finding(
+        "half KL, half total variation",
+        (LOSSES, "kl_div", "kl_div + tv"),
+        ("usual", "kl_div + tv"),
+        "18_which_loss",
+    ),
+    Finding("total variation alone", (LOSSES, "kl_div", "tv"), ("usual", "tv"), "18_which_loss"),
+    Finding(
+        "a mask that shows the future",
+        (MASK, "right mask", "future visible"),
+        ("usual", "future visible"),
+        "14_under_the_wrong_mask",
+    ),
+    Finding(
+        "a mask across documents",
+        (MASK, "right mask", "across documents"),
+        ("usual", "across documents"),
+        "14_under_the_wrong_mask",
+    ),
+    Finding(
+        "a mask without the drafter's own tokens",
+        (MASK, "right mask", "no diagonal"),
+        ("usual", "no diagonal"),
+        "14_under_the_wrong_mask",
+    ),
+)
+
+
+def gap(file, baseline, setting):
+    "The difference in mean acceptance length of four draft tokens, greedily: a row of `differences`."
+    folder, name = file.split("/")
+    counts = pd.read_csv(ROOT / f"benchmarks/{folder}/results/{name}.csv.gz")
+    counts = counts[counts.setting.isin([baseline, setting])]
+    if "temperature" in counts:
+        counts = counts[counts.temperature == 0]
+    return differences(counts, baseline, 4).set_index("measure").loc[LENGTH]
+
+
+def verdict(tiny, real):
+    "What the two intervals say together."
+    signs = [int(row.low > 0) - int(row.high < 0) for row in (tiny, real)]
+    if signs[0] == signs[1]:
+        return "same sign" if signs[0] else "no difference in either"
+    if all(signs):
+        return "opposite sign"
+    return "not seen" if signs[0] else "with SmolLM2 alone"
+
+
+def findings():
+    rows = []
+    for finding in FINDINGS:
+        both = gap(*finding.tiny), gap("real/findings", *finding.real)
+        shown = [as_text(row.difference, row.low, row.high, sign=True) for row in both]
+        link = f"[tutorial {int(finding.tutorial[:2])}](../nbs/tutorials/{finding.tutorial}.ipynb#on-a-language-model)"
+        rows.append([finding.change, *shown, verdict(*both), link])
+    return table(["in training", "the tiny verifier", "SmolLM2", "does it hold?", "where"], rows)
+
+
 def make_real(table="make_real"):
     "What `make real`, or a longer run of it, measured -> its row of the results."
     return {row["what"]: row for row in results("real", table)}
@@ -138,11 +237,13 @@ def real_longer():
     after = [what for what in rows if what.startswith("held-out loss after")]
     held_out = ", ".join(f"{float(rows[what]['value']):.2f}" for what in after)
     at = ", ".join(re.search(r"\d+", what)[0] for what in after)
+    lengths = ", ".join(f"{float(rows[what.replace('held-out loss', 'tokens a step')]['value']):.2f}" for what in after)
     return (
         f"Three times as many epochs, six, and {float(rows['held-out questions']['value']):g} held-out questions: "
         f"**{interval_in(rows, 'tokens a step')}** tokens a step. The loss on held-out answers was {held_out} after "
         f"{at} steps, and that of training {float(rows['training loss at the end']['value']):.2f} at the end: the "
-        "2,000 answers are all but learned by heart. More tokens a step need more answers, not more epochs."
+        f"answers are all but learned by heart. Tokens a step on eight questions were {lengths}: the last third of the "
+        "training gained nothing. More answers were not tried."
     )
 
 
@@ -532,7 +633,7 @@ def listed(words):
 
 
 def proofs():
-    "(combinations measured, of how many, how many differ, texts each, greedy prompts, tokens of each)."
+    "(combinations measured, of how many, how many differ, texts each, greedy prompts, of proposers, tokens of each)."
     page = "tests/proofs/results/README.md"
     some, every = page_numbers(page, r"(\d+) of (\d+) combinations are measured")
     different = page_numbers(page, r"^\*\*(\d+) fail\*\*")
@@ -543,15 +644,17 @@ def proofs():
     (prompts,) = {row["prompts"] for row in texts}
     each = {int(row["tokens"]) // int(row["prompts"]) for row in texts}
     samples = page_numbers(page, r"^([\d,]+) texts of five tokens for each cell")
-    return some, every, "none" if different == "0" else different, samples, prompts, max(each)
+    proposers = len({row["proposer"] for row in texts})
+    return some, every, "none" if different == "0" else different, samples, prompts, proposers, max(each)
 
 
 def text_proved():
-    some, every, different, samples, prompts, tokens = proofs()
+    some, every, different, samples, prompts, proposers, tokens = proofs()
     return (
-        f"{samples} texts were sampled for each of {some} of {every} combinations of proposer, acceptance rule and "
-        f"temperature, and compared with their exact distribution: {different} differs. Greedy texts: {prompts} of "
-        f"{tokens} tokens by each proposer, all equal to the verifier's token for token."
+        f"{samples} texts were sampled for each of {some} combinations of proposer, acceptance rule and temperature, "
+        f"of {every} that there are, and compared with their exact distribution: {different} differs. Greedy texts: "
+        f"{prompts} of {tokens} tokens by each of {proposers} proposers (chains and trees of a drafter are two), all "
+        "equal to the verifier's token for token."
     )
 
 
@@ -726,7 +829,7 @@ def minutes(target, text):
 
 def quotes():
     "page -> phrases with numbers that have to be on it: {what it is from: phrase}."
-    some, every, different, samples, prompts, _ = proofs()
+    some, every, different, samples, prompts, proposers, _ = proofs()
     speed, memory, _ = step_ratios("eagle3")
     length, faster = engine_speed()
     (features,) = (ROOT / "benchmarks/features/results").glob("features-*.json")
@@ -736,9 +839,9 @@ def quotes():
     tree, chain = (next(n for what, n in lengths.items() if who in what) for who in ("authors", "vLLM"))
     return {
         "README.md": {
-            "proofs": f"{some} of {every} combinations of drafter, acceptance rule and temperature, {samples} sampled "
-            f"texts each: {different} differs measurably from its exact distribution; and {prompts} greedy texts by "
-            "each proposer",
+            "proofs": f"{samples} sampled texts for each of {some} combinations of drafter, acceptance rule and "
+            f"temperature (of {every}; the others with fewer texts): {different} differs measurably from its exact "
+            f"distribution. {prompts} greedy texts by each of {proposers} proposers",
             "engine": f"{length} tokens a verification step, {faster} times the tokens a second",
             "demo": minutes("demo", "train a drafter, and measure it"),
             "real": minutes("real", "the same with SmolLM2"),
@@ -792,6 +895,7 @@ BLOCKS = {
         quality,
         real,
         alike,
+        findings,
         real_demo,
         real_longer,
         real_engine,

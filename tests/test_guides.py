@@ -42,6 +42,20 @@ def test_a_changed_result_changes_its_page(monkeypatch):
     assert "9.99" in guides.interval()
 
 
+@pytest.mark.parametrize(
+    "tiny, real, expected",
+    [
+        ((0.1, 0.2), (0.01, 0.1), "same sign"),
+        ((0.1, 0.2), (-0.1, -0.01), "opposite sign"),
+        ((-0.2, -0.1), (-0.1, 0.1), "not seen"),
+        ((-0.1, 0.1), (0.1, 0.2), "with SmolLM2 alone"),
+        ((-0.1, 0.1), (-0.1, 0.2), "no difference in either"),
+    ],
+)
+def test_what_two_intervals_say(tiny, real, expected):
+    assert guides.verdict(*(pd.Series(interval, ["low", "high"]) for interval in (tiny, real))) == expected
+
+
 def test_numbers_in_prose_are_those_of_the_results():
     for page, phrases in guides.quotes().items():
         text = (ROOT / page).read_text()

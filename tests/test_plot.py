@@ -119,5 +119,5 @@ def test_a_trainer_log_with_gaps():
     axes = plot_loss(log).axes[0]
     assert {line.get_label(): list(line.get_ydata()) for line in axes.lines} == {
         "training": [3.0, 2.0, 1.0],
-        "validation": [2.5],
+        "held-out": [2.5],
     }

@@ -47,6 +47,12 @@ FEW = 400
 ALPHA = 1e-3
 
 
+def test_the_page_counts_every_combination():
+    page = (Path(__file__).parent / "proofs/results/README.md").read_text(encoding="utf-8")
+    every = sum(rule not in WRONG for _, _, _, rule in combinations())
+    assert f" of {every} combinations are measured" in page, "python tests/proofs/run.py page"
+
+
 def fresh(folder, name, mask):
     "A random drafter, not near the verifier."
     algorithm, own = CONTENDERS[name]

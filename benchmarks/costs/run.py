@@ -1,9 +1,9 @@
 #!/usr/bin/env python
-"""What reading and making guesses costs with the tiny verifier: the record that tutorials 7 and 8 draw.
+"""What drafting and verifying costs with the tiny verifier: the record that tutorials 7 and 8 draw.
 
     python benchmarks/costs/run.py    some three minutes on an idle core; trains EAGLE for twenty seconds once
 
-Method: `verify_costs` for passes over 1 to 7 tokens, `draft_cost` for a block of six guesses and `measured_speedup`
+Method: `verify_costs` for passes over 1 to 7 tokens, `draft_cost` for six draft tokens and `measured_speedup`
 for whole answers, on six held-out prompts, one of each kind. The clock is this process's processor time in one thread,
 and every number is a ratio to plain passes timed in turn with it; still, do not run it beside other work.
 Results: benchmarks/costs/results/. Tutorials 7 and 8 and the notebook on speed measure the same on the reader's
@@ -31,18 +31,18 @@ from speculators_nb.models.base import SpeculatorModel
 
 RESULTS = Path(__file__).resolve().parent / "results"
 K = 6
-CHAINS = {"eagle"}  # pays for every guess; the others look up a block at one price
+CHAINS = {"eagle"}  # pays for every draft token; the others look up a block at one price
 
 
 def costs(verifier, drafters, prompts):
-    "Of reading n + 1 tokens and of making n guesses, in plain passes of the verifier"
+    "Of reading n + 1 tokens and of drafting n tokens, in plain passes of the verifier"
     block = {name: draft_cost(verifier, d, prompts[:3], K)["time"] for name, d in drafters.items()}
     made = {name: [c * (n / K if name in CHAINS else n > 0) for n in range(K + 1)] for name, c in block.items()}
     return pd.DataFrame({"verifier": verify_costs(verifier, K, rounds=200), **made}).rename_axis("n")
 
 
 def speedups(verifier, drafters, prompts, stop):
-    "Of whole answers, with 1 to 6 guesses in a step: median over prompts, quartiles"
+    "Of whole answers, with 1 to 6 draft tokens in a step: median over prompts, quartiles"
     rows = []
     for name in ("n-gram", "eagle"):
         for k in range(1, K + 1):
@@ -67,7 +67,7 @@ def main():
     table.round(3).to_csv(RESULTS / "costs.csv")
     clocked.round(3).to_csv(RESULTS / "speedups.csv", index=False)
     (RESULTS / "README.md").write_text(
-        f"""# Costs of reading and making guesses, {date.today()}
+        f"""# Costs of drafting and verifying, {date.today()}
 
 Verifier `data/tiny-verifier`, one thread, torch {torch.__version__}, {platform.machine()}. Everything is in
 passes of the verifier over one token. Written by `python benchmarks/costs/run.py`; drawn by tutorials 7 and 8.

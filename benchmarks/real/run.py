@@ -77,7 +77,7 @@ def comparison(counts):
         table.insert(0, "rank", range(1, len(table) + 1))
         table.insert(0, "verifier", name)
         tables.append(table.rename_axis("drafter").reset_index())
-    return pd.concat(tables).round(4)
+    return pd.concat(tables).round(6)
 
 
 def page(rows, counts, alike):

@@ -256,7 +256,7 @@ def plot_mask(
 
 
 def plot_loss(log: pd.DataFrame, title: str | None = None, ax: Axes | None = None) -> Figure:
-    """Training loss against steps, one colour per drafter; the validation loss dashed. The log has step, loss, and
+    """Training loss against steps, one colour per drafter; the held-out loss dashed. The log has step, loss, and
     maybe eval_loss, drafter, with gaps as in a Trainer's; `ax` None: a figure of its own."""
     if ax is None:
         ax = _own_axes()
@@ -265,7 +265,7 @@ def plot_loss(log: pd.DataFrame, title: str | None = None, ax: Axes | None = Non
     if "drafter" in log:
         groups = list(log.groupby("drafter", sort=False))
         looks = look([name for name, _ in groups])
-    columns = ("loss", "training", "-"), ("eval_loss", "validation", "--")
+    columns = ("loss", "training", "-"), ("eval_loss", "held-out", "--")
     for name, rows in groups:
         for column, label, line in columns:
             if column in rows and (kept := rows.dropna(subset=[column])).size:
@@ -274,7 +274,7 @@ def plot_loss(log: pd.DataFrame, title: str | None = None, ax: Axes | None = Non
                 style |= dict(marker=marker, markersize=4) if len(kept) < 15 else {}
                 ax.plot(kept["step"], kept[column], line, **style)
     ax.legend(frameon=False)
-    return _finish(ax, title, "step", "loss (nats per row)")
+    return _finish(ax, title, "optimizer step", "loss (nats a position)")
 
 
 def plot_step_weights(

@@ -204,8 +204,7 @@ def _plot_shares(ax, prepared):
         start += count
     ax.set(xlim=(0, 1), ylim=(-0.5, 1), xlabel=f"share of {whole} tokens", yticks=[])
     ax.spines["left"].set_visible(False)
-    share = trained / max(tokens, 1)
-    ax.set_title(f"{share:.0%} of what is computed is trained", loc="left")
+    ax.set_title(f"{trained / whole:.0%} of the tokens are trained", loc="left")
 
 
 class Prepared:

@@ -261,14 +261,14 @@ def page():
 
     def table(t):
         return (
-            t.assign(p=t.p.map("{:.3g}".format), who=who(t))
-            .pivot_table(index="who", columns=["rule", "temperature"], values="p", aggfunc="first", sort=False)
+            t.assign(p=t.p.map("{:.3g}".format), proposer=who(t))
+            .pivot_table(index="proposer", columns=["rule", "temperature"], values="p", aggfunc="first", sort=False)
             .fillna("")
         )
 
     kept = (
-        right.assign(a=right.accepted_per_pass.astype(float), who=who(right))
-        .pivot_table(index="who", columns=["rule", "temperature"], values="a", sort=False)
+        right.assign(a=right.accepted_per_pass.astype(float), proposer=who(right))
+        .pivot_table(index="proposer", columns=["rule", "temperature"], values="a", sort=False)
         .round(2)
         .fillna("")
     )
@@ -292,32 +292,32 @@ def page():
         .rename_axis(columns=None)
     )
     (RESULTS / "README.md").write_text(
-        f"""# Text is left alone: what was measured
+        f"""# The text stays the verifier's: what was measured
 
-Written by `make proofs`, which goes on where it stopped. Rows, with the commit and the versions that each was measured
-at: `law.csv`, `text.csv`.
+Written by `make proofs`, which continues where it stopped. Rows, with the commit and the versions of each: `law.csv`
+and `text.csv`.
 
-## Sampled texts have the verifier's law
+## Sampled texts have the verifier's distribution
 
 {int(right.samples.iloc[0]):,} texts of five tokens for each cell, from one prompt of the shipped verifier, three tokens
 drafted in a step, nucleus of 0.9 unless it says otherwise; {min(right.texts.astype(int))} to
 {max(right.texts.astype(int))} different texts are possible. `generate`, the proposer's draws and the rule run for every
-text; what is a function of the context alone (logits, laws) is computed once (`memo.py`), and tokens are drawn by
-inverting the cumulated law, which costs a tenth of `torch.multinomial`. The cell is the p-value of chi-square against
-their exact law. {len(right)} of {expected} combinations are measured; at the level 0.01 for all {expected} together
-(Bonferroni: {level:.2g} each)
+text; what is a function of the context alone (logits, distributions) is computed once (`memo.py`), and tokens are
+drawn by inverting the cumulated distribution, which costs a tenth of `torch.multinomial`. The cell is the p-value of
+chi-square against the exact distribution. {len(right)} of {expected} combinations are measured; at the level 0.01 for
+all {expected} together (Bonferroni: {level:.2g} each)
 **{len(failed)} fail{"s" if len(failed) == 1 else ""}**{of_whom}. The smallest p is {right.p.min():.2g}.{again}
 
 {flat(table(right))}
 
-Tokens accepted in a pass, so that it can be seen that drafts were put to the test:
+Draft tokens accepted in a verification step: the drafts were put to the test.
 
 {flat(kept)}
 
 ### Wrong rules fail
 
-`no residual` draws from the verifier's own law after a rejection, `lenient` accepts at p / (0.8 q). The largest p is
-{wrong.p.max():.2g}.
+`no residual` draws from the verifier's own distribution after a rejection, `lenient` accepts at p / (0.8 q). The
+largest p is {wrong.p.max():.2g}.
 
 {flat(table(wrong))}
 
