@@ -10,7 +10,6 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config
 
 from speculators_nb.decode.tree import Sampling
-from speculators_nb.decode.tree_growth import dynamic_tree, static_tree
 from speculators_nb.models.base import SpeculatorModel
 
 V, H = 30, 16
@@ -189,32 +188,6 @@ def check_pairs(draft, n, common):
     assert (second[often[0]] - second[often[1]]).abs().sum() > 0.1  # it really depends on the token in front
     for a in often:
         check_distribution(counts[a], second[a])
-
-
-def check_grown_nodes(drafter, tokens, features, block_rows):
-    """A drafter of four candidates a slot, in blocks of three predictions, grows trees whose rows are those of
-    `block_rows`, training's pass on the path of each node."""
-    depth, found = 3, {}
-    with torch.inference_mode(), drafter.grow(tokens, features[6:], depth) as next_log_probs:
-
-        def recorded(nodes, *tree):
-            of_nodes = next_log_probs(nodes, *tree)
-            found.update(zip(nodes.tolist(), of_nodes))
-            return of_nodes
-
-        tree = static_tree(recorded, 3, 2, depth)
-    rows = torch.stack([found[node] for node in range(-1, 9)])  # the leaves are as deep as the block
-    assert len(tree) == 3 + 6 + 12
-    for path in tree.paths():
-        words = tree.tokens[path]
-        want = block_rows(drafter.model, torch.cat([tokens, words]), features, 11, depth)
-        got = rows[[0, *(node + 1 for node in path[:-1])]].exp()
-        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
-    assert tree.parent_of[:3] == [-1] * 3 and (rows[1].exp() - rows[2].exp()).abs().sum() > 1e-3
-    assert (rows.isinf().sum(-1) == 26).all()
-    with torch.inference_mode(), drafter.grow(tokens, features[11:], depth) as next_log_probs:
-        grown = dynamic_tree(next_log_probs, top_k=6, depth=3, total_tokens=40).tree  # more than there are candidates
-    assert 4 < len(grown) <= 40
 
 
 # ---- with a verifier

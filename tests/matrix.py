@@ -154,15 +154,18 @@ def drafter(name, family, spread=0.05, **layer):
     return model
 
 
-def batch_for(model, family, length=72):
-    "One packed row with padding at its end, with the features of the layers that the drafter reads."
+def rows_for(model, family):
+    "The samples of a random verifier with the features of the layers that the drafter reads."
 
     def chosen(x):
         return torch.cat([x[:, i * H : (i + 1) * H] for i in model.drafter().aux_layer_ids], -1)
 
-    return collate(
-        [s | dict(hidden_states=chosen(s["hidden_states"])) for s in verifier(family)[2]], length, shift=model.shift
-    )
+    return [s | dict(hidden_states=chosen(s["hidden_states"])) for s in verifier(family)[2]]
+
+
+def batch_for(model, family, length=72):
+    "One packed row with padding at its end."
+    return collate(rows_for(model, family), length, shift=model.shift)
 
 
 def losses_of(name):

@@ -20,6 +20,9 @@ from speculators_nb.train.trainer import SpeculatorTrainingArguments, train
 STEPS, ROWS_IN_STEP = int(os.environ.get("SHARDED_STEPS", "4")), 4  # more than an epoch, whose last step lacks a row
 SAVE = STEPS // 2
 LIMIT = 400  # seconds for one launch
+# a rank is forked from a process that has imported what takes long, and in which nothing has run
+RANKS = multiprocessing.get_context("forkserver")
+RANKS.set_forkserver_preload(["transformers.trainer", "transformers.models.qwen3.modeling_qwen3", "datasets"])
 
 
 @dataclass
@@ -97,10 +100,14 @@ def report_of(trainer):
     return [{k: v for k, v in log.items() if not k.endswith(clocks)} for log in trainer.state.log_history]
 
 
-def one_rank(rank, ranks, port, root, jobs, fsdp):
-    "What a rank does; its report is a file, folder of a job -> what went wrong, or None."
+def as_torchrun_says(rank, ranks, port):
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
+def one_rank(rank, ranks, port, root, jobs, fsdp):
+    "What a rank does; its report is a file, folder of a job -> what went wrong, or None."
+    as_torchrun_says(rank, ranks, port)
     torch.set_num_threads(1)
     optimizers.product_dtype = in_float32
     for job in jobs:
@@ -129,9 +136,8 @@ def free_port():
 
 def launch(root, jobs, ranks=2, fsdp=True):
     "Run jobs on ranks. AssertionError naming what went wrong."
-    context = multiprocessing.get_context("spawn")
     given = (ranks, free_port(), Path(root), jobs, fsdp)
-    processes = [context.Process(target=one_rank, args=(rank, *given), daemon=True) for rank in range(ranks)]
+    processes = [RANKS.Process(target=one_rank, args=(rank, *given), daemon=True) for rank in range(ranks)]
     for process in processes:
         process.start()
     until = time.monotonic() + LIMIT

@@ -14,6 +14,7 @@ import time
 from importlib import import_module
 from pathlib import Path
 
+import forked
 import pytest
 import yaml
 from fastcore.docments import docments
@@ -553,7 +554,7 @@ def test_redirected_output_is_plain_lines(features, tmp_path):
     """Progress, a row an evaluation, no carriage return, and no dictionary."""
     program = Path(sys.executable).with_name("speculators-nb")
     line = [program, "train", features, tmp_path / "d", "--total-seq-len", "128", "--num-train-epochs", "2"]
-    line += ["--ttt-steps", "20"]  # longer than the second under which a bar writes nothing
+    line += ["--ttt-steps", "6"]  # longer than the second under which a bar writes nothing
     got = subprocess.run([*line, "--draft-vocab-size", "512"], capture_output=True, text=True)
     shown = (got.stdout + got.stderr).splitlines()
     assert got.returncode == 0 and "\r" not in got.stdout + got.stderr and "\x1b" not in got.stdout + got.stderr
@@ -963,26 +964,18 @@ def test_a_recipe_does_not_decide_what_becomes_of_the_output(tmp_path):
 
 # --- drafters of one's own --------------------------------------------------------------------------------------------
 
-OWN = """
-import json, sys
-from pathlib import Path
-from typer.testing import CliRunner
-from speculators_nb.cli.main import app
-def command(line):
-    done = CliRunner().invoke(app, line.split(), prog_name="speculators-nb", env=dict(COLUMNS="300", TERM="dumb"))
-    return done.exit_code, done.output
-print(json.dumps([command(line) for line in Path(sys.argv[1]).read_text().splitlines()]))
-"""
 
-
-def in_fresh_process(folder, *lines):
+def in_a_process(folder, *lines):
     "(exit code, output) of command lines that are typed in a folder, one after the other in one process."
-    (folder / "lines.txt").write_text("\n".join(lines))
-    env = os.environ | dict(PYTHONPATH=str(ROOT), CUDA_VISIBLE_DEVICES="")
-    call = [sys.executable, "-c", OWN, "lines.txt"]
-    done = subprocess.run(call, capture_output=True, text=True, cwd=folder, env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    told = forked.FORK.Queue()
+
+    def typed():
+        os.chdir(folder)
+        done = [run(*line.split()) for line in lines]
+        told.put([(result.exit_code, result.output) for result in done])
+
+    forked.FORK.Process(target=typed).start()  # no daemon, for `run` starts processes
+    return told.get(timeout=300)
 
 
 def test_help_says_how_an_argument_of_such_a_drafter_is_given():
@@ -1007,7 +1000,7 @@ def test_a_drafter_of_one_s_own_is_imported(tmp_path):
     (tmp_path / "plain.yaml").write_text(text)
     (tmp_path / "import.yaml").write_text(f"import: my_gated.py\n{text}")
     train = f"train {own.RELEASE / 'features'} out --algorithm gated --verifier {own.RELEASE / 'verifier'}"
-    unknown, in_recipe, ran = in_fresh_process(tmp_path, train, "run plain.yaml --dry-run", "run import.yaml")
+    unknown, in_recipe, ran = in_a_process(tmp_path, train, "run plain.yaml --dry-run", "run import.yaml")
     assert unknown[0] == 2 and "algorithm='gated'" in unknown[1]
     assert in_recipe[0] == 2 and "plain.yaml: train.algorithm='gated'" in in_recipe[1]
     assert ran[0] == 0 and (tmp_path / "run/report.html").is_file(), ran
@@ -1015,7 +1008,7 @@ def test_a_drafter_of_one_s_own_is_imported(tmp_path):
     assert left["import"] == ["my_gated.py"] and left["algorithm"] == "gated"
     assert json.loads((tmp_path / "new/config.json").read_text())["gate_start"] == 0.5  # an argument of its own
 
-    unknown, checked, typed, exported = in_fresh_process(
+    unknown, checked, typed, exported = in_a_process(
         tmp_path,
         "check new",
         "check new --import my_gated.py",
@@ -1023,6 +1016,6 @@ def test_a_drafter_of_one_s_own_is_imported(tmp_path):
         "export new native --format gatd --import my_gated.py",
     )
     assert unknown[0] == 1 and "gated" in unknown[1]
-    assert checked == [0, "vLLM can serve this drafter.\n"]
+    assert checked == (0, "vLLM can serve this drafter.\n")
     assert typed[0] == 0 and typed[1].count("done") == 2, typed
     assert exported[0] == 2 and "can be written as gated" in exported[1], exported

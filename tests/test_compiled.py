@@ -82,7 +82,7 @@ def test_layers_are_plain_without_gradients(compiles):
 
 def test_many_shapes_stay_compiled(compiles):
     "Beyond torch's limit of eight graphs a function would run uncompiled."
-    for columns in range(4, 30):
+    for columns in range(4, 14):
         score_tokens(
             torch.randn(3, columns, dtype=(torch.float32, torch.bfloat16)[columns % 2]),
             torch.arange(3),

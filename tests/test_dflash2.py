@@ -9,7 +9,6 @@ import torch
 from blocks import (
     V,
     check_checkpoints,
-    check_grown_nodes,
     check_lean,
     check_pairs,
     picker,
@@ -220,20 +219,6 @@ def test_lean_is_dense(seed):
     assert check_lean(model, batch, **weights, serving_window=seed % 2 == 0).loss > 0
 
 
-def test_a_document_does_not_reach_another():
-    "With the loss on one document, the other's features and tokens change neither loss nor gradient."
-    model, batch = random_model(4, block_size=4, sample_from_anchor=False)
-    documents = batch["document_ids"][0]
-    trained = documents == 1
-    batch["loss_mask"] &= trained
-    other = dict(batch)
-    for name in ("hidden_states", "verifier_last_hidden_states"):
-        other[name] = torch.where(trained[None, :, None], batch[name], batch[name] + 1)
-    other["input_ids"] = torch.where(trained, batch["input_ids"], (batch["input_ids"] + 7) % 29)
-    one, two = (model(**b, max_anchors=9)[1] for b in (batch, other))
-    assert one > 0 and torch.equal(one, two)
-
-
 def test_the_selector_trains_the_layers():
     "The unary logits of its candidates are live: with the unary loss taken away the layers still get a gradient."
     model, batch = random_model(3, sample_from_anchor=False, selector_top_k=4)
@@ -283,14 +268,6 @@ def test_chains_are_what_was_trained(seed):
     greedy = drafter.propose(tokens, features[11:], k, Sampling())
     rows = block_rows(model, torch.cat([tokens, greedy.tokens]), features, 11, k)
     assert greedy.probs is None and torch.equal(rows.argmax(-1), greedy.tokens)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_a_node_has_the_row_behind_its_token(seed):
-    "Every path of a grown tree is a chain's: its rows are those of training's pass on that path."
-    fixed = dict(block_size=4, selector_top_k=4, sample_from_anchor=seed % 2 == 0)
-    drafter, tokens, features = drafting_case(60 + seed, **fixed)
-    check_grown_nodes(drafter, tokens, features, block_rows)
 
 
 def test_pairs_follow_the_distribution():

@@ -11,7 +11,6 @@ from blocks import (
     check_pairs,
     dense_states,
     fresh,
-    greedy_text,
     of_draft_vocabulary,
     picker,
     random_drafter,
@@ -39,7 +38,6 @@ from specforge_domino import V as RECORDED_V
 from torch.nn import functional as F
 from transformers import Qwen3Config
 
-from speculators_nb.decode.generate import generate
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.convert import export_native
@@ -47,7 +45,6 @@ from speculators_nb.models.dflash import BlockStates
 from speculators_nb.models.domino import DominoDraftModel, DominoSpeculatorConfig, base_weight
 from speculators_nb.nn.anchors import Blocks
 from speculators_nb.train.trainer import train
-from speculators_nb.verifier.tapped_model import Verifier
 
 # ---- SpecForge's recorded numbers
 
@@ -287,22 +284,15 @@ def test_pairs_follow_the_distribution():
             p.mul_(3)
     tokens, features, _ = text_and_features(model, 6)
     drafter = model.drafter()
-    drafter.propose(tokens, features, 2, Sampling())
-    check_pairs(lambda g: drafter.propose(tokens, features[:0], 2, Sampling(1.0, g)), 1200, common=3)
+    with torch.no_grad():
+        states = drafter.read_block(tokens, features, 2)
+    drafter.read_block = lambda *_: states  # computed once; what is drawn is drawn anew
+    check_pairs(lambda g: drafter.propose(tokens, features, 2, Sampling(1.0, g)), 1200, common=3)
 
 
 def fresh_domino(folder, verifier=None, **args):
     verifier = verifier or tiny_verifier(folder)
     return fresh("domino", folder, verifier, "embed_proj", **dict(emb_dim=5, gru_hidden_dim=6) | args)
-
-
-@pytest.mark.parametrize("args", [{}, dict(sample_from_anchor=False, pure_draft_prefix_len=0), dict(is_causal=True)])
-def test_greedy_text_is_the_verifiers(tmp_path, args):
-    hf = tiny_verifier(tmp_path)
-    model = fresh_domino(tmp_path, hf, **args)
-    verifier = Verifier(hf, model.config.aux_hidden_state_layer_ids)
-    prompt = torch.randint(30, (9,), generator=torch.Generator().manual_seed(2))
-    assert generate(verifier, model.drafter(), prompt, max_new_tokens=30, k=3).tokens == greedy_text(hf, prompt, 30)
 
 
 # ---- checkpoints, bad input, serving

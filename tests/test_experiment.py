@@ -4,11 +4,9 @@ import contextlib
 import dataclasses
 import inspect
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 from transformers import AutoTokenizer
 
@@ -54,18 +52,10 @@ def test_answers_belong_to_the_corpus_and_the_verifier():
 
 def test_features_are_made_once_by_however_many_ask(clone):
     "Two processes ask at once; one builds, both get the same complete folder, and a third call touches nothing."
-    code = "from speculators_nb.lab.experiment import shipped_features; print(shipped_features(n=12))"
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=clone,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    ) as other:
-        here = experiment.shipped_features(n=12)
-        answers = {here, Path(other.communicate(timeout=120)[0].strip().splitlines()[-1])}
-    assert len(answers) == 1 and other.returncode == 0
-    folder = clone / "output" / Path(answers.pop()).name
+    answers = forked.FORK.Queue()
+    forked.begin(lambda: answers.put(experiment.shipped_features(n=12)))
+    folder = experiment.shipped_features(n=12)
+    assert answers.get(timeout=120) == folder and folder.samefile(clone / "output" / folder.name)
     assert len(FeatureDataset(folder)) == 12
     before = {p.name: p.stat().st_mtime_ns for p in folder.iterdir()}
     assert experiment.shipped_features(n=12).samefile(folder)

@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -216,35 +217,28 @@ def test_a_read_only_folder_is_named(tmp_path):
         ShardWriter(tmp_path)
 
 
-SLOW = """
-import sys, time
-sys.path[:0] = [{here!r}]
-from test_features import make_rows, make_verifier
-from speculators_nb.features import in_process
-from speculators_nb.features.feature_rows import ShardWriter
-write = ShardWriter.write
-def slow(*args): time.sleep(.03); write(*args)
-ShardWriter.write = slow
-in_process.extract_features(make_verifier(), make_rows(), {out!r}, max_tokens=32, writers=1, shard_gb={gb})
-"""
+def slow_extraction(folder):
+    write = ShardWriter.write
 
+    def slow(*args):
+        time.sleep(0.03)
+        write(*args)
 
-def start(out, gb=SMALL):
-    code = SLOW.format(here=os.path.dirname(__file__), out=str(out), gb=gb)
-    return subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE)
+    ShardWriter.write = slow
+    extract_features(make_verifier(), make_rows(), folder, max_tokens=32, writers=1, shard_gb=SMALL)
 
 
 def test_kill_and_interrupt_then_resume(tmp_path, files):
     "After kill -9 a shard is whole or absent; after Ctrl-C the last one is written with the rows that it has."
     for sent in (signal.SIGKILL, signal.SIGINT):
         before = {i for p in shards_of(tmp_path) for i in load_file(p)["rows"].tolist()}
-        child = start(tmp_path)
+        child = forked.begin(slow_extraction, tmp_path)
         deadline, n = time.time() + 100, len(shards_of(tmp_path))
         while len(shards_of(tmp_path)) < n + 1:
-            assert child.poll() is None and time.time() < deadline, child.stderr.read()
+            assert child.is_alive() and time.time() < deadline
             time.sleep(0.005)
-        child.send_signal(sent)
-        child.communicate(timeout=60)
+        os.kill(child.pid, sent)
+        child.join(60)
         stored = {i for p in shards_of(tmp_path) for i in load_file(p)["rows"].tolist()}
         assert before < stored and (len(stored) < N or sent == signal.SIGINT)  # which may come late
     counts = extract_features(make_verifier(), make_rows(), tmp_path, shard_gb=SMALL)

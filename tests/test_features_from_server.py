@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -122,7 +123,7 @@ def check(folder, rows, n=None):
 def wait_for(condition, process=None, seconds=240):
     end = time.time() + seconds
     while not condition():
-        assert time.time() < end and (process is None or process.poll() is None), "it ended before it could be killed"
+        assert time.time() < end and (process is None or process.is_alive()), "it ended before it could be killed"
         time.sleep(0.005)
 
 
@@ -171,19 +172,15 @@ def test_server_down_for_good_then_resumed(tmp_path):
         assert fake.left() == []
 
 
-CLIENT = """
-import sys
-sys.path.insert(0, {here!r})
-from test_features_from_server import LAYERS, make_rows
-from speculators_nb.features.from_server import extract_from_server
-print(extract_from_server({url!r}, make_rows(), {out!r}, {storage!r}, LAYERS, concurrency=4, dtype="float32",
-                          rank={rank}, world_size={world}))
-"""
+def client(fake, out, told=None, **share):
+    def extract():
+        found = extract_from_server(
+            fake.url, make_rows(), out, fake.storage, LAYERS, concurrency=4, dtype="float32", **share
+        )
+        if told:
+            told.put(found)
 
-
-def client(fake, out, rank=0, world=1):
-    code = CLIENT.format(here=str(HERE), url=fake.url, out=str(out), storage=str(fake.storage), rank=rank, world=world)
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    return forked.begin(extract)
 
 
 def test_client_killed_then_resumed(tmp_path):
@@ -193,18 +190,18 @@ def test_client_killed_then_resumed(tmp_path):
 
         def waiting():
             "Hold the client; whether the server writes what it asked for. If not, it goes on."
-            child.send_signal(signal.SIGSTOP)
+            os.kill(child.pid, signal.SIGSTOP)
             time.sleep(0.5)
             if fake.left():
                 return True
-            child.send_signal(signal.SIGCONT)
+            os.kill(child.pid, signal.SIGCONT)
             return False
 
         try:
             wait_for(lambda: len(list(out.glob("hs_*"))) >= 5 and waiting(), child)
         finally:
-            child.send_signal(signal.SIGKILL)
-            child.communicate()
+            child.kill()
+            child.join()
         found = check(out, rows)
         assert 5 <= len(found) < 40
         assert fake.left()  # nobody fetches them
@@ -221,9 +218,10 @@ def test_client_killed_then_resumed(tmp_path):
 def test_two_clients_share_a_folder(tmp_path):
     rows, log = make_rows(), tmp_path / "log"
     with Fake(tmp_path / "storage", "--slow", "0.02", "--log", str(log)) as fake:
-        children = [client(fake, tmp_path / "features", rank, 2) for rank in (0, 1)]
-        told = [c.communicate(timeout=240)[0].strip() for c in children]
-        assert told == ["{'written': 20, 'kept': 0, 'failed': 0}"] * 2
+        told = forked.FORK.Queue()
+        for rank in (0, 1):
+            client(fake, tmp_path / "features", told, rank=rank, world_size=2)
+        assert [told.get(timeout=240) for _ in range(2)] == [{"written": 20, "kept": 0, "failed": 0}] * 2
         check(tmp_path / "features", rows, 40)
         assert fake.left() == []
     asked = sorted(json.loads(line) for line in log.read_text().splitlines())
@@ -293,13 +291,6 @@ TRAIN = dict(
     disable_tqdm=True,
     logging_steps=50,
 )
-TRAINER = """
-import sys
-sys.path.insert(0, {here!r})
-from test_features_from_server import TRAIN
-from speculators_nb.train.train_drafter import train_drafter
-train_drafter({rows!r}, {out!r}, {verifier!r}, url={url!r}, storage={storage!r}, **TRAIN)
-"""
 
 
 @pytest.mark.nightly
@@ -312,24 +303,16 @@ def test_trainer_killed_then_resumed(tmp_path):
         (fake.storage / "extraction.json").write_text(
             json.dumps({"model": str(tmp_path / "verifier"), "layer_ids": LAYERS, "dtype": "float32"})
         )
-        where = dict(
-            here=str(HERE),
-            rows=str(tmp_path / "rows"),
-            verifier=str(tmp_path / "verifier"),
-            url=fake.url,
-            storage=str(fake.storage),
-        )
-        child = subprocess.Popen([sys.executable, "-c", TRAINER.format(out=str(tmp_path / "killed"), **where)])
+        given = TRAIN | dict(data_dir=tmp_path / "rows", verifier=tmp_path / "verifier", url=fake.url)
+        given["storage"] = fake.storage
+        child = forked.begin(train_drafter, output_dir=tmp_path / "killed", **given)
         try:
             wait_for(lambda: list((tmp_path / "killed").glob("checkpoint-4")) and len(fake.left()) > 1, child)
         finally:
-            child.send_signal(signal.SIGKILL)
-            child.wait()
+            child.kill()
+            child.join()
         assert len(fake.left()) > 1
         time.sleep(0.2)
-        given = (
-            dict(data_dir=tmp_path / "rows", verifier=tmp_path / "verifier", url=fake.url, storage=fake.storage) | TRAIN
-        )
         resumed = train_drafter(output_dir=tmp_path / "killed", resume_from_checkpoint=True, **given)
         whole = train_drafter(output_dir=tmp_path / "whole", **given)
         assert fake.left() == ["extraction.json"]

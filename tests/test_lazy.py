@@ -29,18 +29,12 @@ def test_the_probe_sees_a_heavy_import():
     assert probe(PROBE.replace("import speculators_nb\n", "import speculators_nb, numpy\n", 1)) == ["numpy"]
 
 
-def test_all_models_need_neither_figures_nor_tables():
-    code = """import json, sys
-from speculators_nb.core.config import import_models
-import_models()
-print(json.dumps([m for m in ("matplotlib", "pandas", "datasets") if m in sys.modules]))"""
-    assert probe(code) == []
-
-
 def test_a_command_imports_what_it_uses():
-    "One process, from the command that needs least: what is imported beside it in vain would make each start later."
+    """One process, from the command that needs least: what is imported beside it in vain would make each start later.
+    All models need neither figures nor tables."""
     unused = {
         "cli.serving": "matplotlib pandas datasets speculators_nb.train speculators_nb.evaluate speculators_nb.lab",
+        "core.config": "matplotlib pandas datasets",
         "cli.data_commands": "matplotlib speculators_nb.train speculators_nb.plan.requirements",
         "data.prepare": "matplotlib",
         "cli.drafter_commands": "matplotlib ipywidgets IPython",
@@ -49,7 +43,8 @@ def test_a_command_imports_what_it_uses():
 from importlib import import_module
 found = {{}}
 for module, names in {unused}.items():
-    import_module("speculators_nb." + module)
+    imported = import_module("speculators_nb." + module)
+    if module == "core.config": imported.import_models()
     found[module] = [name for name in names.split() if name in sys.modules]
 print(json.dumps(found))"""
     assert probe(code) == {module: [] for module in unused}
@@ -73,27 +68,3 @@ def test_unknown_name_is_an_attribute_error():
         _ = speculators_nb.EagleFive
     with pytest.raises(ImportError):
         from speculators_nb import EagleFive  # noqa: F401
-
-
-WINDOWS = """
-import builtins, importlib, json, pkgutil
-real = builtins.__import__
-def without(name, globals=None, locals=None, fromlist=(), level=0):
-    ours = str((globals or {}).get("__name__")).startswith("speculators_nb")
-    if ours and not level and name in ("fcntl", "grp", "pty", "pwd", "resource", "termios", "tty"):
-        raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-    return real(name, globals, locals, fromlist, level)
-builtins.__import__ = without
-import speculators_nb
-wrong = {}
-for module in pkgutil.walk_packages(speculators_nb.__path__, "speculators_nb."):
-    try: importlib.import_module(module.name)
-    except ImportError as e: wrong[module.name] = str(e)
-print(json.dumps(wrong))
-"""
-
-
-def test_imports_need_no_module_that_windows_lacks():
-    """All but the connector, which runs inside of vLLM. (Other packages' own imports of such modules stand behind a
-    look at the platform.)"""
-    assert probe(WINDOWS) == {"speculators_nb.serve.vllm_connector": "No module named 'fcntl'"}

@@ -7,11 +7,9 @@ import pytest
 import torch
 from blocks import (
     V,
-    check_grown_nodes,
     check_lean,
     check_pairs,
     fresh,
-    greedy_text,
     picker,
     random_drafter,
     random_layer,
@@ -27,7 +25,6 @@ from recorded import FIXTURES
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3Config
 
-from speculators_nb.decode.generate import generate
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.convert import export_native
@@ -42,7 +39,6 @@ from speculators_nb.models.lilicorr import (
     likeliest_tokens,
     scores_behind,
 )
-from speculators_nb.verifier.tapped_model import Verifier
 
 # ---- ModelOpt's recorded numbers
 
@@ -254,31 +250,6 @@ def test_lean_is_dense(seed):
     assert check_lean(model, batch, **options, serving_window=seed % 2 == 0).loss > 0
 
 
-def test_a_document_does_not_reach_another():
-    "With the loss on one document, the other's features and tokens change neither loss nor gradient."
-    model, batch = random_model(4, block_size=4, sample_from_anchor=False, lilicorr_candidate_topk=30)
-    documents = batch["document_ids"][0]
-    trained = documents == 1
-    batch["loss_mask"] = trained[None]
-    batch["anchor_positions"], batch["anchor_valid"] = torch.arange(14, 26, 3), torch.ones(4, dtype=torch.bool)
-    other = dict(batch)
-    for name in ("hidden_states", "verifier_last_hidden_states"):
-        other[name] = torch.where(trained[None, :, None], batch[name], batch[name] + 1)
-    other["input_ids"] = torch.where(trained, batch["input_ids"], (batch["input_ids"] + 7) % 29)
-    (one, of_one), (two, _) = (model(**b)[1:] for b in (batch, other))
-    assert of_one["lattice_ce_sum"] > 0 and torch.equal(one, two)
-
-
-@pytest.mark.parametrize("lean", [True, False])
-def test_a_row_without_loss(lean):
-    "Its loss is 0, and so are its gradients."
-    model, batch = random_model(2, block_size=4)
-    batch["loss_mask"] = torch.zeros(1, 40, dtype=torch.bool)
-    _, loss, _ = model(**batch, lean=lean)
-    loss.backward()
-    assert loss == 0 and not any(p.grad.any() for p in model.parameters() if p.grad is not None)
-
-
 def test_the_lattice_trains_the_layers():
     "The candidates' log-probabilities are live: without the lattice's terms the layers get another gradient."
     model, batch = random_model(3, sample_from_anchor=False, lilicorr_candidate_topk=30, block_size=4)
@@ -352,14 +323,6 @@ def test_chains_are_what_was_trained(seed):
     assert greedy.probs is None and torch.equal(rows.argmax(-1), greedy.tokens)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_a_node_has_the_row_behind_its_token(seed):
-    "Every path of a grown tree is a chain's: its rows are those of training's pass on that path."
-    fixed = dict(block_size=4, lilicorr_candidate_topk=4, sample_from_anchor=seed % 2 == 0)
-    drafter, tokens, features = drafting_case(60 + seed, **fixed)
-    check_grown_nodes(drafter, tokens, features, block_rows)
-
-
 def test_pairs_follow_the_distribution():
     fixed = dict(lilicorr_candidate_topk=5, lilicorr_hidden_size=12, lilicorr_factor_dim=3)
     blocks = dict(sample_from_anchor=True, block_size=2, slot_convolutions=False)
@@ -385,17 +348,6 @@ def test_a_text_of_one_token_has_no_context():
 def fresh_lilicorr(folder, verifier=None, **args):
     sizes = dict(lilicorr_hidden_size=12, lilicorr_factor_dim=6, lilicorr_num_heads=2, lilicorr_candidate_topk=4)
     return fresh("lilicorr", folder, verifier or tiny_verifier(folder), "lilicorr", **sizes | args)
-
-
-@pytest.mark.parametrize("args", [{}, dict(sample_from_anchor=True), dict(is_causal=True, slot_convolutions=True)])
-def test_greedy_text_is_the_verifiers(tmp_path, args):
-    hf = tiny_verifier(tmp_path)
-    model = fresh_lilicorr(tmp_path, hf, **args)
-    verifier = Verifier(hf, model.config.aux_hidden_state_layer_ids)
-    for seed in range(3):
-        prompt = torch.randint(1, V, (5,), generator=torch.Generator().manual_seed(seed))
-        out = generate(verifier, model.drafter(), prompt, k=3, max_new_tokens=20)
-        assert out.tokens == greedy_text(hf, prompt, 20)
 
 
 # ---- layouts, bad input, serving

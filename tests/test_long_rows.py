@@ -75,7 +75,7 @@ def shared(tmp_path_factory):
     verifier("llama")
     folder = tmp_path_factory.mktemp("ranks")
     given = (2, free_port(), folder)
-    multiprocessing.start_processes(one_rank, given, nprocs=2, start_method="spawn")
+    multiprocessing.start_processes(one_rank, given, nprocs=2, start_method="forkserver")
     return torch.load(folder / "found.pt")
 
 

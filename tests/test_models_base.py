@@ -1,13 +1,10 @@
 """Checkpoints in and out: what is refused and what is said; what a kill leaves behind."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
 
+import forked
 import pytest
 import torch
 from matrix import DRAFTERS, batch_for, drafter
@@ -181,24 +178,22 @@ def test_different_head_is_kept_apart(verifier):
 
 def test_kill_during_save_leaves_a_whole_checkpoint(checkpoint):
     "SIGKILL at a random moment of a save over an old checkpoint: it loads, and is wholly the old or the new one."
-    script = textwrap.dedent(f"""
-        import sys, torch
-        from speculators_nb.models.base import SpeculatorModel
-        model = SpeculatorModel.from_pretrained({str(checkpoint)!r})
-        state = {{n: torch.ones_like(w) if w.is_floating_point() else w for n, w in model.saved_state().items()}}
-        print("ready", flush=True)
-        while True: model.save_pretrained({str(checkpoint)!r}, state_dict=state)
-    """)
+    ready = forked.FORK.Event()
+
+    def save():
+        model = SpeculatorModel.from_pretrained(checkpoint)
+        state = {n: torch.ones_like(w) if w.is_floating_point() else w for n, w in model.saved_state().items()}
+        ready.set()
+        while True:
+            model.save_pretrained(checkpoint, state_dict=state)
+
     before = load_file(checkpoint / "model.safetensors")
-    run = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    assert run.stdout.readline() == b"ready\n"
-    try:
-        run.wait(timeout=0.3)
-    except subprocess.TimeoutExpired:
-        run.send_signal(signal.SIGKILL)
-    assert run.wait() == -signal.SIGKILL
+    run = forked.begin(save)
+    assert ready.wait(60)
+    run.join(0.3)
+    run.kill()
+    run.join()
+    assert run.exitcode == -signal.SIGKILL
     after = load_file(checkpoint / "model.safetensors")
     same = {
         torch.equal(after[n], before[n]) for n in before if before[n].is_floating_point() and not (before[n] == 1).all()

@@ -7,7 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import forked
 import pytest
+
+from speculators_nb.core.config import SpeculatorModelConfig
+from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
+from speculators_nb.train.train_drafter import train_drafter
 
 ROOT = Path(__file__).parents[1]
 RELEASE = ROOT / "tests/fixtures/compat/0.1.0"
@@ -168,35 +174,27 @@ def test_in_ours(copy):
     assert "from .gated import GatedDraftModel as GatedDraftModel\n" in found["stub"]
 
 
-PASSES_ON = """
-import json, sys
-from speculators_nb.core.config import SpeculatorModelConfig
-from speculators_nb.models.base import SpeculatorModel
-from speculators_nb.models.eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
-
-@SpeculatorModelConfig.register("halved")
-class HalvedConfig(Eagle3SpeculatorConfig):
-    speculators_model_type: str = "halved"
-
-@SpeculatorModel.register("halved")
-class HalvedDraftModel(Eagle3DraftModel):
-    config_class = HalvedConfig
-
-    def forward(self, *args, share=1.0, **kwargs):
-        tokens, loss, metrics = super().forward(*args, **kwargs)
-        return tokens, loss * share, metrics
-
-from speculators_nb.train.train_drafter import train_drafter
-features, verifier, out = sys.argv[1:]
-how = dict(total_seq_len=32, max_steps=1, eval_share=0, disable_tqdm=True, ttt_steps=2, save_strategy="no")
-losses = {}
-for name, own in dict(eagle3={}, halved=dict(share=0.5)).items():
-    trainer = train_drafter(features, out + name, verifier, name, **how, **own)
-    losses[name] = trainer.state.log_history[-1]["train_loss"]
-print(json.dumps(losses))
-"""
-
-
 def test_a_forward_that_passes_its_arguments_on_has_those_of_its_base(tmp_path):
-    losses = python(tmp_path, PASSES_ON, RELEASE / "features", RELEASE / "verifier", tmp_path / "out-")
+    told = forked.FORK.Queue()
+
+    def register_and_train():
+        @SpeculatorModelConfig.register("halved")
+        class HalvedConfig(Eagle3SpeculatorConfig):
+            speculators_model_type: str = "halved"
+
+        @SpeculatorModel.register("halved")
+        class HalvedDraftModel(Eagle3DraftModel):
+            config_class = HalvedConfig
+
+            def forward(self, *args, share=1.0, **kwargs):
+                tokens, loss, metrics = super().forward(*args, **kwargs)
+                return tokens, loss * share, metrics
+
+        how = dict(total_seq_len=32, max_steps=1, eval_share=0, disable_tqdm=True, ttt_steps=2, save_strategy="no")
+        for name, own in dict(eagle3={}, halved=dict(share=0.5)).items():
+            trainer = train_drafter(RELEASE / "features", tmp_path / name, RELEASE / "verifier", name, **how, **own)
+            told.put((name, trainer.state.log_history[-1]["train_loss"]))
+
+    forked.begin(register_and_train)  # whose registry ends with it
+    losses = dict(told.get(timeout=120) for _ in range(2))
     assert losses["halved"] == pytest.approx(losses["eagle3"] / 2, rel=1e-6)

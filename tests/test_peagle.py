@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
-from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.peagle import PEagleDrafter, PEagleDraftModel, PEagleSpeculatorConfig, cod_sample
 from speculators_nb.nn.attention import rollouts
@@ -351,17 +350,6 @@ def served(tmp_path_factory):
         num_depths=4,
     )
     return verifier, model
-
-
-@pytest.mark.filterwarnings("ignore:k=7 drafts more")
-def test_greedy_text_is_the_verifiers(served):
-    "Whatever is drafted, in blocks of any length, alone or together."
-    verifier, model = served
-    prompts = [torch.randint(40, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (1, 2, 7, 12)]
-    plain = [generate(verifier, NoDrafter(), p, max_new_tokens=30).tokens for p in prompts]
-    for k in (1, 2, 4, 7):
-        assert [generate(verifier, model.drafter(), p, max_new_tokens=30, k=k).tokens for p in prompts] == plain
-    assert [g.tokens for g in generate(verifier, model.drafter(), prompts, max_new_tokens=30, k=4)] == plain
 
 
 def test_a_killed_run_goes_on_to_the_same_bits(served, tmp_path):

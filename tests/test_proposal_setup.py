@@ -86,6 +86,12 @@ LEARNED = {  # name -> (algorithm, arguments of `new_drafter`)
         "lilicorr",
         BLOCKS | dict(block_size=6, lilicorr_hidden_size=8, lilicorr_factor_dim=4, lilicorr_num_heads=2),
     ),
+    "lilicorr, convolutions": (
+        "lilicorr",
+        BLOCKS
+        | dict(block_size=5, lilicorr_hidden_size=8, lilicorr_factor_dim=4, lilicorr_num_heads=2)
+        | dict(is_causal=True, slot_convolutions=True, conv_group_size=4),
+    ),
     "xpress": ("xpress", BLOCKS | dict(block_size=6, xpress_rank=6)),
     "xpress, half the vocabulary": (
         "xpress",
@@ -353,11 +359,11 @@ def test_the_tree_is_the_methods(drafter_of):
     assert len(TreeDrafter(drafter_of("draft model"), METHODS["dynamic"]).propose(tokens, None, 9, Sampling(1.0))) == 9
 
 
-@pytest.mark.parametrize("name", ["medusa", "mlp", "mlp, untied"])
+@pytest.mark.parametrize("name", ["medusa", "mlp", "mlp, untied", "domino", "lilicorr", "xpress"])
 def test_nothing_follows_the_last_head(folder, drafter_of, name):
-    "Asked for a deeper tree than it has heads, a drafter proposes one as deep as these."
+    "Asked for a deeper tree than it has heads or slots, a drafter proposes one as deep as these."
     drafter = drafter_of(name)
-    tokens, states = torch.tensor([3, 4, 5]), torch.randn(2, H, generator=torch.Generator().manual_seed(0))
+    tokens, states = text_for(folder, drafter)
     for sampling in (Sampling(), Sampling(1.0, torch.Generator().manual_seed(0))):
         deep = TreeDrafter(
             drafter, StaticTreeTokenProposalConfig(initial_branching_factor=1, branching_factor=2, depth=6)

@@ -7,20 +7,19 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from functools import lru_cache
-from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
+from ranks import worker
 from ranks.job import Job, processes_of
 from ranks.worker import SAVE, STEPS
 from safetensors.torch import load_file
+from sharded import RANKS, as_torchrun_says, free_port
+from torch import distributed as dist
 
-TESTS = Path(__file__).parent
-ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 THREE = ["eagle", "peagle", "dflash"]  # noise; a subset of rollouts and gradients by rows; a subset of anchors
 FOUR = [*THREE, "dspark rnn"]  # whose worker trains it by Muon too
 
@@ -30,30 +29,35 @@ def place(tmp_path_factory):
     return tmp_path_factory.mktemp("ranks")
 
 
-def start(world_size, *arguments):
-    "A launch of the worker; in one process without torchrun."
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(world_size)] if world_size > 1 else []
-    worker = [str(TESTS / "ranks/worker.py"), *map(str, arguments)]
-    return subprocess.Popen(
-        [sys.executable, *launcher, *worker],
-        env=ENVIRONMENT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+def one_rank(rank, world_size, port, log, arguments):
+    file = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
+    os.dup2(file, 1), os.dup2(file, 2)
+    if world_size > 1:
+        as_torchrun_says(rank, world_size, port)
+    torch.set_num_threads(1)
+    worker.main(*map(str, arguments))
+    if world_size > 1:
+        dist.destroy_process_group()
 
 
-def finish(process, code=0):
-    output = process.communicate(timeout=900)[0]
-    assert process.returncode == code, output[-4000:]
-    return output
+def train(world_size, folder, *arguments):
+    "What the ranks of a training by the worker print."
+    log = folder.with_name(f"{folder.name}.log")
+    given = world_size, free_port(), log, (folder, *arguments)
+    processes = [RANKS.Process(target=one_rank, args=(rank, *given), daemon=True) for rank in range(world_size)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(900)
+    assert [p.exitcode for p in processes] == [0] * world_size, log.read_text()[-4000:]
+    return log.read_text()
 
 
 @pytest.fixture(scope="module")
 def runs(place):
     "World size -> folder of its drafters."
     for world_size in (1, 2):
-        finish(start(world_size, place / str(world_size), ",".join(FOUR)))
+        train(world_size, place / str(world_size), ",".join(FOUR))
     return {world_size: place / str(world_size) for world_size in (1, 2)}
 
 
@@ -90,11 +94,9 @@ def test_muon_on_ranks_equals_one_process(runs):
 
 def test_the_random_choices_matter(runs):
     "Without them the equality would show nothing: the loss of a row depends on its seed."
-    from ranks.worker import train_one
-
     for name in THREE:
-        trainer = train_one(runs[1].parent / "draws", name, 1, max_steps=1, eval_strategy="no", save_strategy="no",
-                            load_best_model_at_end=False)  # fmt: skip
+        once = dict(max_steps=1, eval_strategy="no", save_strategy="no", load_best_model_at_end=False)
+        trainer = worker.train_one(runs[1].parent / "draws", name, 1, **once)
         rows = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 1, torch.device("cpu"))[0]
         first, again, other = (
             trainer.compute_loss(trainer.model, rows[0] | dict(row_seed=seed)).item() for seed in (1, 1, 2)
@@ -113,7 +115,7 @@ def test_a_run_continues_on_another_number_of_ranks(runs, place):
     record = json.loads((cut / "run.json").read_text())
     record.pop("finished")
     (cut / "run.json").write_text(json.dumps(record))
-    output = finish(start(1, cut.parent, name, "", "", "", "resume", "2"))
+    output = train(1, cut.parent, name, "", "", "", "resume", "2")
     assert "The run was on 2 ranks, and is on 1: gradient_accumulation_steps=4 here" in output
     check_equal(runs[1] / name, cut)
     logs = [pd.read_csv(folder / name / "training_log.csv")["loss"] for folder in (runs[1], cut.parent)]

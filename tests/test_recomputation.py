@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from matrix import DRAFTERS, H, batch_for, drafter, family_of, train_step, verifier
+from matrix import DRAFTERS, batch_for, drafter, family_of, rows_for, train_step
 
 from speculators_nb.plan.step_memory import measured_step
 from speculators_nb.train.trainer import train
@@ -70,13 +70,8 @@ def test_the_flag_of_the_trainer(name, tmp_path, calls):
     trained = []
     for way in (False, True):
         model = drafter(name, family_of(name))
-        layers = list(model.drafter().aux_layer_ids)
-        rows = [
-            s | dict(hidden_states=torch.cat([s["hidden_states"][:, i * H : (i + 1) * H] for i in layers], -1))
-            for s in verifier(family_of(name))[2]
-        ]
         settings = dict(total_seq_len=32, max_steps=3, gradient_checkpointing=way, disable_tqdm=True)
-        train(model, rows, output_dir=str(tmp_path / str(way)), **settings)
+        train(model, rows_for(model, family_of(name)), output_dir=str(tmp_path / str(way)), **settings)
         assert bool(calls) == way
         trained.append(torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad]))
     assert torch.equal(*trained)

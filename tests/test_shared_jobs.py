@@ -1,21 +1,21 @@
 """Ranks that share one output, and a second run after kills: one result, that of an undisturbed run; each row once."""
 
 import json
-import multiprocessing
 import os
 import signal
-import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
+import forked
 import pytest
 import torch
+from bad.harness import typed
+from forked import FORK
+from sharded import as_torchrun_says, free_port
 from test_features import make_rows
 from test_features import make_verifier as feature_verifier
 from test_regenerate_in_process import make_verifier, talks, tokenizer
-from tqdm.auto import tqdm
 
 from speculators_nb.core.provenance import read_provenance
 from speculators_nb.features.in_process import extract_features
@@ -24,7 +24,6 @@ from speculators_nb.regenerate.in_process import regenerate
 from speculators_nb.regenerate.journal import read_regenerated
 
 ROOT = Path(__file__).parents[1]
-FORK = multiprocessing.get_context("fork")
 TALKS = talks(40)
 
 
@@ -51,16 +50,8 @@ def content(path):
     return {file.name: file.read_bytes() for file in files}
 
 
-def work(function, path, pause, results, share):
-    tqdm.set_lock(threading.RLock())  # the one that is inherited is the parent's too, and a kill would leave it locked
-    torch.set_num_threads(1)
-    results.put(dict(function(path, pause, **share)))
-
-
 def begin(function, path, pause, results, **share):
-    process = FORK.Process(target=work, args=(function, path, pause, results, share), daemon=True)
-    process.start()
-    return process
+    return forked.begin(lambda: results.put(dict(function(path, pause, **share))))
 
 
 def wait_until(condition, process):
@@ -171,15 +162,19 @@ def test_failures_of_each_share_are_named_once(tmp_path):
     assert len([*tmp_path.glob("*.errors.jsonl")]) == 1
 
 
-def test_torchrun_shares_the_rows(tmp_path):
-    "The command, started by torchrun: two ranks, the files of one process, and the record of the first."
-    data, program = ROOT / "data", Path(sys.executable).with_name("speculators-nb")
-    words = ["features", "--verifier", str(data / "tiny-verifier"), "--max-tokens", "512", "--max-samples", "24"]
-    words += [str(data / "corpus/heldout.jsonl"), str(tmp_path / "features")]
-    launch = [Path(sys.executable).with_name("torchrun"), "--nproc-per-node", "2", "--master-port", "0"]
-    env = os.environ | dict(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1")
-    done = subprocess.run([*launch, program, *words], env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+def test_the_command_shares_the_rows(tmp_path):
+    "Two ranks, as torchrun starts them, which does so at night (test_on_a_cluster.py): one result, one record."
+    words = ["features", "--verifier", str(ROOT / "data/tiny-verifier"), "--max-tokens", "512", "--max-samples", "24"]
+    words += [str(ROOT / "data/corpus/heldout.jsonl"), str(tmp_path / "features")]
+    port = free_port()
+
+    def command(rank):
+        as_torchrun_says(rank, 2, port)
+        sys.exit(typed(words)[0])
+
+    processes = [forked.begin(command, rank) for rank in (0, 1)]
+    [process.join(120) for process in processes]
+    assert [p.exitcode for p in processes] == [0, 0]
     record = read_provenance(tmp_path / "features")
     assert record["results"]["kept"] == 0 and record["results"]["world_size"] == 2 and "earlier" not in record
     assert len([*(tmp_path / "features").glob("hs_*")]) == 24 and left_behind(tmp_path / "features") == []

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from bad.harness import typed
-from test_shared_jobs import FORK, ROOT, begin, wait_until
+from forked import FORK
+from test_shared_jobs import ROOT, begin, wait_until
 
 from speculators_nb.core.provenance import read_provenance
 from speculators_nb.decode.ngram import NgramDrafter

@@ -12,8 +12,7 @@ from recorded import cases, load_case
 from safetensors.torch import load_file
 from transformers import Qwen3Config
 
-from speculators_nb.decode.tree import Sampling, TokenTree
-from speculators_nb.decode.tree_growth import dynamic_tree
+from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.convert import convert
 from speculators_nb.models.dflash import BlockStates
@@ -174,31 +173,6 @@ def test_a_text_of_one_token():
     tree = model.drafter().propose(tokens, features, 3, Sampling(1.0, g))
     want = block_distributions(model, torch.cat([tokens, tree.tokens]), features, 0)
     torch.testing.assert_close(blocks.of_draft_vocabulary(model, tree.probs), want, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_rows_of_a_tree_know_their_path(seed):
-    "A node's row is the row of a chain that has its path, and nothing grows behind the trained tokens."
-    # smaller weights: float32 rounds logits of a thousand by 1e-4
-    model, _ = random_model(80 + seed, refiner=0.3, sample_from_anchor=seed % 2 == 0, block_size=4)
-    k, drafter = model.config.speculative_tokens, model.drafter()
-    tokens, features, _ = blocks.text_and_features(model, seed=seed)
-    with drafter.grow(tokens, features, k + 2) as next_log_probs, torch.inference_mode():
-        tree = dynamic_tree(next_log_probs, top_k=3, depth=k + 2, total_tokens=12).tree
-    assert int(tree.depth.max()) <= k
-    for node in range(len(tree)):
-        path = tree.tokens[tree.ancestors[node]].tolist()
-        drafter.reset()
-        with drafter.grow(tokens, features, k + 2) as next_log_probs, torch.inference_mode():
-            for depth in range(len(path) + 1):  # one level after the other
-                chain = TokenTree.chain(path[:depth])
-                row = next_log_probs(torch.tensor([depth - 1]), chain.tokens, chain.parents)[0]
-            if len(path) == k:
-                assert (row == -torch.inf).all()
-                continue
-            filled = torch.cat([tokens, torch.tensor(path), tokens[:k]])
-            want = block_distributions(model, filled, features, 11)[len(path)]
-            torch.testing.assert_close(blocks.of_draft_vocabulary(model, row.exp()), want, rtol=1e-4, atol=1e-6)
 
 
 def fresh_xpress(folder, verifier, **args):

@@ -1,7 +1,6 @@
-"""Refusals that need neither torch nor its like: the command lines of commands.py, each in a process that is forked
-from one without them. `python -m bad.light`, from tests/, prints the outcome of each."""
+"""Refusals that need neither torch nor its like: command lines of commands.py, each in a process that is forked
+from one without them. `python -m bad.light`, from tests/, reads their names and prints the outcome of each."""
 
-import functools
 import json
 import os
 import subprocess
@@ -23,22 +22,19 @@ class Ends:
             os._exit(0)
 
 
-@functools.cache
-def answers() -> dict[str, Outcome]:
-    "The outcomes of all cases, by name."
+def outcomes(names) -> dict[str, Outcome | None]:
+    "What became of these cases of commands.py; None: it imports something heavy."
     env = os.environ | dict(PYTHONPATH=os.pathsep.join([str(ROOT), str(ROOT / "tests")]))
-    done = subprocess.run([sys.executable, "-m", "bad.light"], capture_output=True, text=True, env=env)
+    command = [sys.executable, "-m", "bad.light"]
+    done = subprocess.run(command, input=json.dumps([*names]), capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr[-2000:]
-    return {name: Outcome(*rest) for name, *rest in map(json.loads, done.stdout.splitlines())}
-
-
-def outcome(case: Case) -> Outcome | None:
-    "What became of a case of commands.py; None: it imports something heavy."
-    found = answers()[case.name]
-    return None if found[:2] == ("killed", "no report") else found
+    found = {name: Outcome(*rest) for name, *rest in map(json.loads, done.stdout.splitlines())}
+    return {name: None if out[:2] == ("killed", "no report") else out for name, out in found.items()}
 
 
 if __name__ == "__main__":
+    wanted = json.load(sys.stdin)
     typed(["check", ""])  # imports what is light, once for all
     for case in (*commands.CASES, CONTROL):
-        print(json.dumps([case.name, *run(case, first=lambda: sys.meta_path.insert(0, Ends))]), flush=True)
+        if case.name in wanted:
+            print(json.dumps([case.name, *run(case, first=lambda: sys.meta_path.insert(0, Ends))]), flush=True)
