@@ -136,7 +136,7 @@ def whole_weights(
             raise ValueError(f"{source}: tensor {name} times its scale is NaN or infinity; fetch the checkpoint again")
         whole[name] = wide.to(dtype)
     other = next((name for name in odd if name in left and name not in whole), None)
-    if method not in (*METHODS, None) or transforms or other or not whole:
+    if quantization and (method not in (*METHODS, None) or transforms or other or not whole):
         name = other or odd[0]
         rotated = ", and transform_config is set" if transforms else ""
         raise ValueError(
@@ -144,6 +144,8 @@ def whole_weights(
             f"drafter is read in FP8 ({', '.join(METHODS)}), and in ModelOpt's NVFP4; take its checkpoint that is not "
             "quantised"
         )
+    if not whole:  # numbers of another kind, which who reads them refuses
+        return tensors
     log.warning("%s: %d weights are stored quantised, and read as %s", source, len(whole), dtype)
     return left | whole
 
