@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 
 from ..core.checkpoints import FLOATS, FP8, to_fp8
+from ..core.config import SpeculatorModelConfig
 from ..core.files import read_object
 
 # A weight [O, I] in FP8 has a scale beside it, that of the tensor, of each row or of each block, and is codes · scale.
@@ -48,7 +48,7 @@ def stored_quantization(folder: str | os.PathLike) -> dict[str, Any]:
     return found and {"quant_method": "modelopt"} | found
 
 
-def unquantised_config(config: PretrainedConfig) -> PretrainedConfig:
+def unquantised_config(config: SpeculatorModelConfig) -> SpeculatorModelConfig:
     "A drafter's config for whole weights: without quantization_config; a copy where it has one."
     if "quantization_config" in vars(config) | vars(getattr(config, "transformer_layer_config", config)):
         config = copy.deepcopy(config)
@@ -62,7 +62,7 @@ def block_size(quantization: dict[str, Any]) -> tuple[int, int]:
     groups = _object(quantization.get("config_groups")).values()
     sizes = [_object(_object(group).get("weights")).get("block_structure") for group in groups]
     size = next(filter(None, [quantization.get("weight_block_size"), *sizes]), BLOCK)
-    if not (isinstance(size, Iterable) and [type(n) for n in size] == [int, int] and min(size) > 0):
+    if not (isinstance(size, list) and [type(n) for n in size] == [int, int] and min(size) > 0):
         raise ValueError(f"quantization_config: a block of {size!r}; write rows and columns there, e.g. [128, 128]")
     return size[0], size[1]
 
