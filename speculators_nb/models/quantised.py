@@ -27,7 +27,7 @@ METHODS = ("compressed-tensors", "fp8", "modelopt")  # whose FP8 is read
 SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2")
 # of activations and of the KV cache, which an engine rounds and nothing here
 OF_ENGINES = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale")
-BLOCK = (128, 128)  # rows and columns that share a scale, where config.json does not say
+BLOCK = [128, 128]  # rows and columns that share a scale, where config.json does not say
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # what three bits mean; a fourth is the sign
 WRITTEN = re.compile(r"(layers\.\d+\.(self_attn|mlp)\.\w+_proj|fc)\.weight")  # what is written in FP8
 
