@@ -4,6 +4,7 @@ vLLM. tests/vllm/check_fp8.py asks compressed-tensors' own code."""
 import json
 import re
 import shutil
+from typing import Any
 
 import pytest
 import torch
@@ -220,7 +221,7 @@ def test_contract(tmp_path):
     assert check_vllm_contract(tmp_path / "plain") == [
         f"{field} is set, and no weight is quantised; remove it, or vLLM expects scales"
     ]
-    said = dict(model=str(tmp_path / "plain"), method="eagle3", num_speculative_tokens=4)
+    said: dict[str, Any] = dict(model=str(tmp_path / "plain"), method="eagle3", num_speculative_tokens=4)
     assert SpeculativeConfig(**said, quantization="compressed-tensors").quantization == "compressed-tensors"
     with pytest.raises(ValueError, match="'fp8' contradicts the draft's config.json, which has 'compressed-tensors'"):
         SpeculativeConfig(**said, quantization="fp8")

@@ -92,8 +92,7 @@ def check(
 def export(
     checkpoint: str,  # a drafter of this library or of upstream's
     output_dir: str,  # the new folder; must not exist
-    # llama.cpp: a GGUF file for it; fp8: for vLLM, with weights in eight bits; default: as another project stores it
-    to: str | None = None,
+    to: str | None = None,  # llama.cpp (a GGUF file), fp8 (for vLLM); default: as another project stores it
     format: str | None = None,  # that project's; default: the first of the drafter's type
     verifier: str | None = None,  # folder or hub id; with --to llama.cpp the GGUF file that it serves
     trust_remote_code: bool = False,  # run configuration code that comes with the verifier

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PretrainedConfig
 
 from ..core.checkpoints import FLOATS, FP8, to_fp8
+from ..core.config import SpeculatorModelConfig
 from ..core.files import read_object
 
 # A weight [O, I] in FP8 has a scale beside it, that of the tensor, of each row or of each block, and is codes · scale.
@@ -27,7 +27,7 @@ METHODS = ("compressed-tensors", "fp8", "modelopt")  # whose FP8 is read
 SCALES = ("weight_scale", "weight_scale_inv", "weight_scale_2")
 # of activations and of the KV cache, which an engine rounds and nothing here
 OF_ENGINES = ("input_scale", "output_scale", "q_scale", "k_scale", "v_scale")
-BLOCK = (128, 128)  # rows and columns that share a scale, where config.json does not say
+BLOCK = [128, 128]  # rows and columns that share a scale, where config.json does not say
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])  # what three bits mean; a fourth is the sign
 WRITTEN = re.compile(r"(layers\.\d+\.(self_attn|mlp)\.\w+_proj|fc)\.weight")  # what is written in FP8
 
@@ -48,7 +48,7 @@ def stored_quantization(folder: str | os.PathLike) -> dict[str, Any]:
     return found and {"quant_method": "modelopt"} | found
 
 
-def unquantised_config(config: PretrainedConfig) -> PretrainedConfig:
+def unquantised_config(config: SpeculatorModelConfig) -> SpeculatorModelConfig:
     "A drafter's config for whole weights: without quantization_config; a copy where it has one."
     if "quantization_config" in vars(config) | vars(getattr(config, "transformer_layer_config", config)):
         config = copy.deepcopy(config)
@@ -62,7 +62,7 @@ def block_size(quantization: dict[str, Any]) -> tuple[int, int]:
     groups = _object(quantization.get("config_groups")).values()
     sizes = [_object(_object(group).get("weights")).get("block_structure") for group in groups]
     size = next(filter(None, [quantization.get("weight_block_size"), *sizes]), BLOCK)
-    if not (isinstance(size, Iterable) and [type(n) for n in size] == [int, int] and min(size) > 0):
+    if not (isinstance(size, list) and [type(n) for n in size] == [int, int] and min(size) > 0):
         raise ValueError(f"quantization_config: a block of {size!r}; write rows and columns there, e.g. [128, 128]")
     return size[0], size[1]
 
@@ -136,7 +136,7 @@ def whole_weights(
             raise ValueError(f"{source}: tensor {name} times its scale is NaN or infinity; fetch the checkpoint again")
         whole[name] = wide.to(dtype)
     other = next((name for name in odd if name in left and name not in whole), None)
-    if method not in (*METHODS, None) or transforms or other or not whole:
+    if quantization and (method not in (*METHODS, None) or transforms or other or not whole):
         name = other or odd[0]
         rotated = ", and transform_config is set" if transforms else ""
         raise ValueError(
@@ -144,6 +144,8 @@ def whole_weights(
             f"drafter is read in FP8 ({', '.join(METHODS)}), and in ModelOpt's NVFP4; take its checkpoint that is not "
             "quantised"
         )
+    if not whole:  # numbers of another kind, which who reads them refuses
+        return tensors
     log.warning("%s: %d weights are stored quantised, and read as %s", source, len(whole), dtype)
     return left | whole
 

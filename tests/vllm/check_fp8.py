@@ -23,6 +23,7 @@ os.environ |= dict(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", VLLM_NO_USAGE_STATS=
 import torch  # noqa: E402
 from compressed_tensors.compressors.base import BaseCompressor  # noqa: E402
 from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme  # noqa: E402
+from compressed_tensors.quantization.lifecycle.forward import dequantize  # noqa: E402
 from compressed_tensors.quantization.utils import calculate_qparams  # noqa: E402
 from safetensors.torch import load_file, save_file  # noqa: E402
 
@@ -45,7 +46,8 @@ def decompressed(folder, scheme, dtype):
     scales = [name for name in stored if name.endswith(".weight_scale")]
     for module in (name.removesuffix(".weight_scale") for name in scales):
         state = {part: stored.pop(f"{module}.{part}") for part in ("weight", "weight_scale")}
-        stored[f"{module}.weight"] = COMPRESSOR.decompress(state, scheme)["weight"]
+        # its compressor's `decompress` leaves `args` out, and takes a column of blocks for rows
+        stored[f"{module}.weight"] = dequantize(state["weight"], state["weight_scale"], args=scheme.weights)
     return {name: weight.to(dtype) for name, weight in stored.items()}, len(scales)
 
 

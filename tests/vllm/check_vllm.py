@@ -509,9 +509,8 @@ def make_cases(folder, prompts):
             engine(name, export_native(cases[name].draft, folder / f"research-{name}")), cases[name].draft
         )
 
-    for name in ("eagle3", "peagle", "dflash"):
-        path = Path(export_fp8(cases[name].draft, folder / f"fp8-{name}"))
-        cases[f"{name}, FP8"] = Case(dict(model=str(path)), path)
+    path = Path(export_fp8(cases["eagle3"].draft, folder / "fp8-eagle3"))
+    cases["eagle3, FP8"] = Case(dict(model=str(path)), path)
 
     # families that it reads in another format
     for name, model, method in (
@@ -720,7 +719,6 @@ NIGHTLY = (
     "dflash, 141 of 2048 tokens",
     "dflash, causal, sinks",
     "dflash, in the research layout",
-    "dflash, FP8",
     "suffix",
 )
 
