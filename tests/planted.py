@@ -89,8 +89,8 @@ FAULTS = [
     Fault(
         "the target of step t is that of step 0",
         "nn/supervision.py",
-        "return Supervised(step, row + step, len(carries_loss))",
-        "return Supervised(step, row, len(carries_loss))",
+        "return Supervised(step, position + step, len(carries_loss))",
+        "return Supervised(step, position, len(carries_loss))",
         "eagle3 peagle",
     ),
     Fault(

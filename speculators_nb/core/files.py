@@ -10,7 +10,7 @@ import secrets
 import shlex
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -197,7 +197,7 @@ def write_text(path: str | os.PathLike, text: str, errors: str = "strict") -> No
         temporary.write_text(text, encoding="utf-8", errors=errors)
 
 
-def write_object(path: str | os.PathLike, content: dict, indent: int | None = 1) -> None:
+def write_object(path: str | os.PathLike, content: Mapping, indent: int | None = 1) -> None:
     "Write a JSON file, for `read_object`, as a whole or not at all. DiskError: as of `atomic_write`."
     text = json.dumps(content, indent=indent, ensure_ascii=False)
     write_text(path, f"{text}\n", "backslashreplace")  # a lone surrogate, as a path may have: \udcff

@@ -20,7 +20,7 @@ from datasets.arrow_writer import ArrowWriter
 from filelock import FileLock
 from tqdm.auto import tqdm
 
-from ..core.files import atomic_folder, disk_errors, read_errors
+from ..core.files import atomic_folder, disk_errors, read_errors, write_object
 from ..core.options import check_options
 from ..core.provenance import provenance
 from .chat_encoding import count_trained
@@ -117,8 +117,7 @@ def _write(folder, result: Result, config, tokenizer):
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
         (tmp / "token_freq.json").write_text(json.dumps(freq), encoding="utf-8")
         torch.save(freq, tmp / "token_freq.pt")  # numbers; for the upstream library
-        text = json.dumps(config, indent=1, ensure_ascii=False)
-        (tmp / "data_config.json").write_text(text, "utf-8", "backslashreplace")
+        write_object(tmp / "data_config.json", config)
 
 
 def _make(folder, data, paths, encoder, verifier, vocab_size, origin, num_proc):

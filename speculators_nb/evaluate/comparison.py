@@ -196,14 +196,14 @@ def _read_in_process(folder: str | os.PathLike) -> EngineEvaluation:
     return _with_setting(tables["summary"], tables["positions"], tables.get("requests", pd.DataFrame()))
 
 
-def read_any_run(run: Run) -> EngineEvaluation:
-    """An evaluation, or the folder of a saved one by an engine, with the columns of an engine's. Errors:
+def read_any_run(run: Run, in_process: bool) -> EngineEvaluation:
+    """An evaluation, or the folder of a saved one, by an engine or in process, with the columns of an engine's. Errors:
     FileNotFoundError, ValueError."""
     if isinstance(run, EngineEvaluation):
         return run
     if isinstance(run, Evaluation):
         return _with_setting(run.summary, run.positions, run.requests)
-    return EngineEvaluation.read(run)
+    return _read_in_process(run) if in_process else EngineEvaluation.read(run)
 
 
 def compare_runs(runs: Mapping[str, Run]) -> Comparison:
@@ -213,12 +213,7 @@ def compare_runs(runs: Mapping[str, Run]) -> Comparison:
     if not runs:
         raise ValueError("runs is empty: give a name and an evaluation, or its folder, for each")
     in_process = all(map(_is_in_process, runs.values()))
-    found = {
-        name: read_any_run(run)
-        if isinstance(run, Evaluation | EngineEvaluation) or not in_process
-        else _read_in_process(run)
-        for name, run in runs.items()
-    }
+    found = {name: read_any_run(run, in_process) for name, run in runs.items()}
     tables = []
     for table in (*TABLES, "requests"):
         parts = {name: part for name, run in found.items() if len(part := getattr(run, table))}

@@ -249,8 +249,7 @@ def do_run(run: Run, folder: Path, pace: Pace | None = None) -> None:
         counts.to_csv(building / "counts.csv", index=False)
         given = {name: getattr(value, "__name__", None) or str(value) for name, value in run.arguments.items()}
         about = dict(setting=run.setting, seed=run.seed, algorithm=run.algorithm, arguments=given)
-        text = json.dumps(about, indent=1, ensure_ascii=False)
-        (building / "setting.json").write_text(text, encoding="utf-8")
+        write_object(building / "setting.json", about)
         inputs = dict(features=features, verifier=verifier or shipped_data() / "tiny-verifier")
         record = run._asdict() | dict(arguments=given, measured=run.measured._asdict())
         record |= dict(heldout=run.subject.heldout)

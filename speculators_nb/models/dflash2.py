@@ -346,7 +346,9 @@ class DFlash2DraftModel(DFlashDraftModel):
         hidden, codes = blocks.with_values(states.hidden), blocks.with_values(bias.codes)
         head, at = self.lm_head.weight, blocks.with_values(blocks.targets)
         top_k = self.config.selector_top_k
-        candidates = find_candidates(hidden, head, self.target_head, states.target_hidden[at], top_k)
+        candidates = find_candidates(
+            hidden, head, self.target_head, states.target_hidden[at], top_k
+        )
         unary = candidate_logits(hidden, head, candidates.ids)
         return candidates, self.candidate_selector.scores(unary, codes, candidates.ids)
 

@@ -2,7 +2,7 @@
 DSpark's releases are DeepSeek's and NVIDIA's, Domino's are its authors' and SpecForge's. The tensors have our names;
 layer ids differ by one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -141,17 +141,22 @@ def read_dflash(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     return fields, tensors
 
 
+def sizes_of(native: NativeCheckpoint, names: Iterable[str], **defaults: Any) -> dict[str, Any]:
+    "Fields that shape the network or its scores. Errors: ValueError for one that is missing and has no default."
+    sizes = {name: native.config_value(name, defaults.get(name), block="dflash_config") for name in names}
+    for name, size in sizes.items():
+        if size is None:
+            raise ValueError(
+                f"{native.name}: {name} is not in config.json; write there what the drafter was trained with"
+            )
+    return sizes
+
+
 def read_dflash2(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     "Read a DFlash2 checkpoint. Errors: as from `read_dflash`; ValueError for a missing size."
     check_no_unknown_options(native, NEUTRAL_VALUES_OF_LOGITS)
     fields, tensors = read_dflash(native, target)
-    for name in NEW_FIELDS:
-        fields[name] = native.config_value(name, block="dflash_config")
-        if fields[name] is None:
-            raise ValueError(
-                f"{native.name}: {name} is not in config.json; write there what the drafter was trained with"
-            )
-    return fields, tensors
+    return fields | sizes_of(native, NEW_FIELDS), tensors
 
 
 def dflash_config_json(config: DFlashSpeculatorConfig, target: Target | None = None) -> dict[str, Any]:
@@ -238,12 +243,7 @@ def read_domino(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     SpecForge and SGLang draft one token less than a block has slots, whether or not the anchor's slot predicts."""
     fields, tensors = read_dflash(native, target)
     value = partial(native.config_value, block="dflash_config")
-    for name in DOMINO_FIELDS:
-        fields[name] = value(name, 0 if name == "pure_draft_prefix_len" else None)
-        if fields[name] is None:
-            raise ValueError(
-                f"{native.name}: {name} is not in config.json; write there what the drafter was trained with"
-            )
+    fields |= sizes_of(native, DOMINO_FIELDS, pure_draft_prefix_len=0)
     fields |= dict(
         sample_from_anchor=bool(value("shift_label")),
         speculative_tokens=value("speculative_tokens", fields["block_size"] - 1),
@@ -339,13 +339,8 @@ def read_lilicorr(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     a missing size: two of them change the scores and no shape."""
     fields, tensors = read_dflash(native, target)
     value = partial(native.config_value, block="dflash_config")
-    sizes = {name: value(name) for name in LILICORR_FIELDS}
-    if missing := [name for name, size in sizes.items() if size is None]:
-        raise ValueError(
-            f"{native.name}: {missing[0]} is not in config.json; write there what the drafter was trained with"
-        )
     convolutions = {name: value(name) for name in CONVOLUTIONS if value(name)}
-    fields |= sizes | convolutions | dict(slot_convolutions=bool(convolutions))
+    fields |= sizes_of(native, LILICORR_FIELDS) | convolutions | dict(slot_convolutions=bool(convolutions))
     return fields, {named_mlps(n) if n.startswith("lilicorr.") else n: w for n, w in tensors.items()}
 
 
