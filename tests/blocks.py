@@ -1,5 +1,5 @@
-"""What the tests of block drafters (DFlash, DFlash2, DSpark, XPress, …) share: random drafters, the dense definition of a
-block's states, and what must hold for each of them."""
+"""What the tests of block drafters (DFlash, DFlash2, DSpark, XPress, …) share: random drafters, the dense definition of
+a block's states, and what must hold for each of them."""
 
 import json
 
