@@ -38,7 +38,11 @@ demo: .venv/.run  ## train a drafter for the shipped tiny verifier, measure it, 
 real: .venv/.real  ## train a drafter for SmolLM2-135M-Instruct (fetched, 93 MB) on its own answers, measure it, write a report to output/real; 22 minutes on two idle cores, continues where it stopped
 	$(OFFLINE) env -u OMP_NUM_THREADS $(BIN)/speculators-nb real
 
-test: lint types notebooks-test nbdev2 pytest  ## everything that must hold: lint, types, notebooks, nbdev 2, pytest (sync included)
+test: beside pytest  ## everything that must hold: lint, types, notebooks, nbdev 2, pytest (sync included)
+
+.PHONY: beside
+beside: .venv/.dev .venv-nbdev2/.stamp  # the type checker, on one core, while notebooks run
+	$(MAKE) $(if $(findstring -j,$(MAKEFLAGS)),,-j2) --no-print-directory lint types notebooks-test nbdev2
 
 # one shell, so that the last step knows what is left of the three minutes
 quick: .venv/.dev  ## lint, types, export in sync, tests of what changed since HEAD (BASE=main: since main); within three minutes

@@ -1,5 +1,5 @@
-"""What the tests of block drafters (DFlash, DFlash2, DSpark, XPress) share: random drafters, the dense definition of a
-block's states, and what must hold for each of them."""
+"""What the tests of block drafters (DFlash, DFlash2, DSpark, XPress, …) share: random drafters, the dense definition of
+a block's states, and what must hold for each of them."""
 
 import json
 
@@ -149,6 +149,7 @@ def check_lean(model, batch, **options):
     results = []
     for lean in (True, False):
         model.zero_grad()
+        torch.manual_seed(0)
         out = model(**batch, **options, lean=lean)
         out[1].backward()
         results.append((*out[1:], {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from blocks import check_lean
 from recorded import FIXTURES, cases, load_case
 from safetensors.torch import load_file
 from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3ForCausalLM
@@ -140,27 +141,8 @@ def test_lean_is_dense(seed):
         if seed % 2
         else dict(loss_config={"kl_div": 1.0, "tv": 0.5}, gamma=3.0)
     )
-    results = []
-    for lean in (True, False):
-        model.zero_grad()
-        _, loss, metrics = model(
-            **batch,
-            max_anchors=(9, 60)[seed % 3 > 0],
-            generator=torch.Generator().manual_seed(seed),
-            lean=lean,
-            serving_window=seed % 4 > 1,
-            **options,
-        )
-        loss.backward()
-        results.append((loss, metrics, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
-    (a, ma, ga), (b, mb, gb) = results
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    assert ma.keys() == mb.keys() and a > 0
-    for key in ma:
-        torch.testing.assert_close(ma[key], mb[key], rtol=1e-5, atol=1e-5)
-    assert ga.keys() == gb.keys()
-    for key in ga:
-        assert (ga[key] - gb[key]).norm() <= 1e-5 * gb[key].norm() + 1e-6, key
+    options |= dict(max_anchors=(9, 60)[seed % 3 > 0], serving_window=seed % 4 > 1)
+    assert check_lean(model, batch, **options).loss > 0
 
 
 @pytest.mark.parametrize("seed", range(8))

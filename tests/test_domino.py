@@ -285,7 +285,7 @@ def test_pairs_follow_the_distribution():
     tokens, features, _ = text_and_features(model, 6)
     drafter = model.drafter()
     with torch.no_grad():
-        states = drafter.read_block(tokens, features, 2)
+        states = drafter.read_block(tokens, features, drafter.trained_tokens)
     drafter.read_block = lambda *_: states  # computed once; what is drawn is drawn anew
     check_pairs(lambda g: drafter.propose(tokens, features, 2, Sampling(1.0, g)), 1200, common=3)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from blocks import check_lean
 from recorded import cases, load_case
 from safetensors.torch import load_file
 from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3ForCausalLM
@@ -94,21 +95,8 @@ def test_lean_is_dense(seed):
     """Over random shapes, windows, norms and packings: loss, metrics and gradients of the lean path are those of the
     definition, to 1e-5."""
     model, batch, steps = random_model(seed)
-    results = []
-    for lean in (True, False):
-        model.zero_grad()
-        _, loss, metrics = model(
-            **batch, ttt_steps=steps, ttt_step_loss_decay=0.7, loss_config={"kl_div": 1.0, "tv": 0.5}, lean=lean
-        )
-        loss.backward()
-        results.append((loss, metrics, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
-    (a, ma, ga), (b, mb, gb) = results
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    for key in ma:
-        torch.testing.assert_close(ma[key], mb[key], rtol=1e-5, atol=1e-5)
-    assert ga.keys() == gb.keys() and ("embed_tokens.weight" in ga) == model.config.embed_requires_grad
-    for key in ga:
-        assert (ga[key] - gb[key]).norm() <= 1e-5 * gb[key].norm() + 1e-6, key
+    check_lean(model, batch, ttt_steps=steps, ttt_step_loss_decay=0.7, loss_config={"kl_div": 1.0, "tv": 0.5})
+    assert (model.embed_tokens.weight.grad is not None) == model.config.embed_requires_grad
 
 
 def test_targets_stay_in_their_document():

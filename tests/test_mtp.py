@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from blocks import check_lean
 from recorded import cases, load_case
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig, Qwen3Config, Qwen3NextConfig
@@ -138,19 +139,8 @@ def test_lean_is_dense(seed, as_served):
     """Over families, shapes and packings: loss, metrics and gradients of the lean path are those of the definition, to
     1e-5."""
     model, batch = random_model(seed)
-    results = []
-    for lean in (True, False):
-        model.zero_grad()
-        _, loss, metrics = model(**batch, step_weight_beta=0.7, lean=lean, as_served=as_served)
-        loss.backward()
-        results.append((loss, metrics, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
-    (a, ma, ga), (b, mb, gb) = results
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    for key in ma:
-        torch.testing.assert_close(ma[key], mb[key], rtol=1e-5, atol=1e-5)
-    assert ga.keys() == gb.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
-    for key in ga:
-        assert (ga[key] - gb[key]).norm() <= 1e-5 * gb[key].norm() + 1e-6, key
+    check_lean(model, batch, step_weight_beta=0.7, as_served=as_served)
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
 
 
 @pytest.mark.parametrize("seed", range(8))

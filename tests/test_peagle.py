@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from blocks import check_lean
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from recorded import FIXTURES, cases, load_case
@@ -142,25 +143,8 @@ def test_lean_is_dense(seed):
     """Over random shapes, windows, norms and packings: loss, metrics and gradients of the lean path are those of the
     definition, to 1e-5."""
     model, batch, kwargs = random_model(seed)
-    results = []
-    for lean in (True, False):
-        model.zero_grad()
-        _, loss, metrics = model(
-            **batch,
-            **kwargs,
-            loss_config={"kl_div": 1.0, "tv": 0.5},
-            generator=torch.Generator().manual_seed(seed),
-            lean=lean,
-        )
-        loss.backward()
-        results.append((loss, metrics, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
-    (a, ma, ga), (b, mb, gb) = results
-    torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    for key in ma:
-        torch.testing.assert_close(ma[key], mb[key], rtol=1e-5, atol=1e-5)
-    assert ga.keys() == gb.keys() and ("embed_tokens.weight" in ga) == model.config.embed_requires_grad
-    for key in ga:
-        assert (ga[key] - gb[key]).norm() <= 1e-5 * gb[key].norm() + 1e-6, key
+    check_lean(model, batch, **kwargs, loss_config={"kl_div": 1.0, "tv": 0.5})
+    assert (model.embed_tokens.weight.grad is not None) == model.config.embed_requires_grad
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -448,7 +448,7 @@ def test_a_stopped_run_goes_on_to_the_bit(tmp_path, stop, accumulate, optimizer)
         save_steps=2,
         eval_steps=2,
         save_total_limit=None,
-        num_train_epochs=4,
+        num_train_epochs=2,
         gradient_accumulation_steps=accumulate,
         optimizer=optimizer,
     )
