@@ -15,6 +15,7 @@ from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.convert import convert, export_native
 from speculators_nb.models.llama_cpp import check_llama_cpp
 from speculators_nb.nn.layers import LATENT_SIZES, draft_layer_config
+from speculators_nb.plan.step_memory import measured_step, predicted_step, step_of
 from speculators_nb.serve.vllm_contract import check_vllm_contract
 from speculators_nb.train.train_drafter import layers_of_file, new_drafter
 from speculators_nb.verifier.tapped_model import Verifier
@@ -105,6 +106,15 @@ def test_for_a_verifier_with_latent_attention(latent_verifier):
     assert generate(target, model.drafter(), prompt, max_new_tokens=24, k=3).tokens == plain
 
 
+def test_the_plan_counts_its_own_step():
+    layer = draft_layer_config(verifier("qwen3")[1].model.config, "deepseek_v3")
+    layer.q_lora_rank = 24
+    shape = dict(rows=96, depth=4, length=64, each=32, ttt_steps=2)
+    model, arguments = step_of("eagle3", layer, **shape)
+    assert model.layers[0].self_attn.q_a_proj.out_features == 24
+    assert predicted_step("eagle3", layer, **shape, device="cpu") == measured_step(model, **arguments)
+
+
 def test_for_a_verifier_without():
     "DeepSeek-V2's sizes for heads of that size, and no latent of the queries."
     layer = draft_layer_config(verifier("qwen3")[1].model.config, "deepseek_v3", intermediate_size=48)
@@ -132,7 +142,7 @@ def test_what_is_released_is_converted(tmp_path):
     model.save_pretrained(tmp_path / "ours")
     export_native(tmp_path / "ours", tmp_path / "native", verifier=target)
     raw = json.loads((tmp_path / "native/config.json").read_text())
-    assert (raw["model_type"], raw["architectures"]) == ("deepseek_v3", ["Eagle3DeepseekV2ForCausalLM"])
+    assert (raw["model_type"], raw["architectures"]) == ("deepseek_v2", ["Eagle3DeepseekV2ForCausalLM"])
     stored = load_file(tmp_path / "native/model.safetensors")
     assert {"midlayer.self_attn.kv_a_proj_with_mqa.weight", "midlayer.self_attn.q_a_layernorm.weight"} <= {*stored}
     as_released(tmp_path / "native")

@@ -3,13 +3,13 @@ without effect on the numbers."""
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3NextConfig
+from transformers import DeepseekV3Config, LlamaConfig, Qwen3_5TextConfig, Qwen3Config, Qwen3NextConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
 from speculators_nb.models.mtp_families import FAMILIES
 from speculators_nb.nn.attention import attention, causal, sliding_window
-from speculators_nb.nn.layers import DecoderLayer, Rotary, layer_window, refuse_dropout
+from speculators_nb.nn.layers import LATENT_SIZES, DecoderLayer, Rotary, layer_window, refuse_dropout
 
 HONOURED = {  # by the layer, or by what is around it: sizes, head's and embedding's vocabulary, initial weights, RoPE
     "hidden_size",
@@ -71,6 +71,21 @@ OF_THE_VERIFIERS_LAYER = {  # MTP's layer is transformers' own, made from this c
     "partial_rotary_factor",
     "full_attention_interval",
 }
+OF_LATENT_ATTENTION = {*LATENT_SIZES, "rope_interleave", "qk_head_dim"}
+OF_EXPERTS = {  # draft layers are dense
+    "moe_intermediate_size",
+    "n_shared_experts",
+    "n_routed_experts",
+    "routed_scaling_factor",
+    "n_group",
+    "topk_group",
+    "num_experts_per_tok",
+    "first_k_dense_replace",
+    "norm_topk_prob",
+    "output_router_logits",
+    "num_mtp_layers",
+    "num_nextn_predict_layers",
+}
 SIZES = dict(
     hidden_size=32,
     intermediate_size=48,
@@ -100,6 +115,11 @@ def test_every_field_has_a_place(config):
     )
     assert set(config().to_dict()) - known == set()
     assert config in (LlamaConfig, Qwen3Config) or config.model_type in FAMILIES
+
+
+def test_every_field_of_latent_attention_has_a_place():
+    known = HONOURED | REFUSED | WITHOUT_EFFECT | OF_LATENT_ATTENTION | OF_EXPERTS
+    assert set(DeepseekV3Config().to_dict()) - known == set()
 
 
 @pytest.mark.statement("release-52")

@@ -133,6 +133,8 @@ register_format(
 
 
 EAGLE3_CLASSES = {"llama": "LlamaForCausalLMEagle3", "deepseek_v3": "Eagle3DeepseekV2ForCausalLM"}
+# vLLM takes any drafter of the type deepseek_v3 for the verifier's MTP head; the layer is the same
+SERVED_AS = {"deepseek_v3": "deepseek_v2"}
 EAGLE3_NAMES = {"midlayer.": "layers.0.", "model.midlayer.": "layers.0.", "model.": ""}
 
 
@@ -196,6 +198,7 @@ def write_eagle3(config: Eagle3SpeculatorConfig, tensors: Tensors, folder: Folde
     layer = config.transformer_layer_config
     raw = flat_config(
         layer,
+        model_type=SERVED_AS.get(layer.model_type, layer.model_type),
         architectures=[EAGLE3_CLASSES.get(layer.model_type, "Eagle3Qwen3ForCausalLM")],
         speculative_tokens=config.proposed_tokens,
         draft_vocab_size=config.draft_vocab_size,

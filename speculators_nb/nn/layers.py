@@ -443,8 +443,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         with_embeds: bool = False,  # the first layer of an EAGLE-3 style drafter
         norm_before_residual: bool = False,  # residual is the normed state, not the raw one
         sinks: bool = False,  # whether the config may have attention sinks
-        # the class of `self_attn`, of a config's family: see `nn.latent_attention.attention_of`
-        attention: type[nn.Module] = Attention,
+        attention: Any = Attention,  # its class: `nn.latent_attention.attention_of` says which
     ):
         super().__init__()
         check_layer_config(config, attention.families)

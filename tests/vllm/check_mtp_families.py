@@ -161,7 +161,8 @@ def make_eagle3(own, folder):
     from speculators_nb.models.convert import export_native
     from speculators_nb.train.train_drafter import new_drafter
 
-    shape = dict(fc_norm=True, norm_output=True, norm_before_residual=False)
+    # vLLM's DeepSeek cannot give the state that enters layer 0
+    shape = dict(fc_norm=True, norm_output=True, norm_before_residual=False, target_layer_ids=[1])
     drafter = moved(new_drafter("eagle3", own, "deepseek_v3", ttt_steps=K, **shape), torch.Generator().manual_seed(1))
     attention, one = drafter.layers[0].self_attn, torch.eye(H)
     with torch.no_grad():
