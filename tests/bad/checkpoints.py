@@ -425,7 +425,7 @@ VERIFIERS = {
     ),
     "layers as text": (
         dict(config=lambda c: c.update(num_hidden_layers="4")),
-        "config.json: num_hidden_layers='4': must be a whole number",
+        "config.json: num_hidden_layers='4': is text, and must be a whole number",
     ),
     "an unknown activation": (
         dict(config=lambda c: c.update(hidden_act="slu")),
@@ -437,7 +437,7 @@ VERIFIERS = {
     ),
     "positions that are text": (
         dict(config=lambda c: c.update(max_position_embeddings="long")),
-        "config.json: max_position_embeddings='long': must be a whole number",
+        "config.json: max_position_embeddings='long': is text, and must be a whole number",
     ),
     "a rope of nothing": (dict(config=lambda c: c.update(rope_parameters=3)), "config.json: .*rope"),
     "a vocabulary of one": (
