@@ -31,7 +31,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 REAL = ROOT / "output/real"  # of `make real`
 WITHOUT = {"mtp"}  # a head of the verifier's own family, and SmolLM2's has none
-WHOLE = {"dflash2", "eagle", "medusa", "mlp", "query_only"}  # drafters of the verifier's whole vocabulary
+WHOLE = {"dflash2", "eagle", "lilicorr", "medusa", "mlp", "query_only"}  # drafters of the verifier's whole vocabulary
 K, ROW = 4, 1024
 
 

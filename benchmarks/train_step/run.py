@@ -412,16 +412,17 @@ def page(facts):
 
 
 def write(folder, rows, rates, versions):
-    """results.json and its page; cases that were not measured now keep what is there."""
+    """results.json and its page; cases and rates that were not measured now keep what is there."""
     cpu = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
     file, measured = folder / "results.json", {r["case"] for r in rows}
-    old = json.loads(file.read_text())["rows"] if file.is_file() else []
-    rows = sorted([*rows, *(r for r in old if r["case"] not in measured)], key=lambda r: list(CASES).index(r["case"]))
+    old = json.loads(file.read_text()) if file.is_file() else dict(rows=[], rates={})
+    kept = [r for r in old["rows"] if r["case"] not in measured]
+    rows = sorted([*rows, *kept], key=lambda r: list(CASES).index(r["case"]))
     algorithms = dict.fromkeys(r["algorithm"] for r in rows)
     facts = dict(
         date=str(date.today()),
         cpu=cpu[1] if cpu else "unknown CPU",
-        rates=rates,
+        rates=old["rates"] | rates,
         versions=versions,
         training={name: training_of(dict(algorithm=name)) for name in algorithms},
         rows=rows,

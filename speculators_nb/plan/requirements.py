@@ -30,7 +30,7 @@ MFU = dict(eagle3=0.3, peagle=0.25, dflash=0.38, mtp=0.51)
 H100 = dict(tflops=989.0, bandwidth=3.0)  # bfloat16, dense, by its data sheet; TB/s of a copy, measured
 # share of a large product's rate that is reached on a CPU: a train step (benchmarks/train_step), and a verifier's
 # forward pass (benchmarks/features; the product's rate from benchmarks/train_step)
-CPU_TRAINING, CPU_FORWARD = 0.7, 0.5
+CPU_TRAINING, CPU_FORWARD = 0.78, 0.5
 
 
 class Machine(NamedTuple):
