@@ -120,10 +120,10 @@ def check(folder, rows, n=None):
     return found
 
 
-def wait_for(condition, process=None, seconds=240):
+def wait_for(condition, alive=lambda: True, seconds=240):
     end = time.time() + seconds
     while not condition():
-        assert time.time() < end and (process is None or process.is_alive()), "it ended before it could be killed"
+        assert time.time() < end and alive(), "it ended before it could be killed"
         time.sleep(0.005)
 
 
@@ -198,7 +198,7 @@ def test_client_killed_then_resumed(tmp_path):
             return False
 
         try:
-            wait_for(lambda: len(list(out.glob("hs_*"))) >= 5 and waiting(), child)
+            wait_for(lambda: len(list(out.glob("hs_*"))) >= 5 and waiting(), child.is_alive)
         finally:
             child.kill()
             child.join()
@@ -307,7 +307,7 @@ def test_trainer_killed_then_resumed(tmp_path):
         given["storage"] = fake.storage
         child = forked.begin(train_drafter, output_dir=tmp_path / "killed", **given)
         try:
-            wait_for(lambda: list((tmp_path / "killed").glob("checkpoint-4")) and len(fake.left()) > 1, child)
+            wait_for(lambda: list((tmp_path / "killed").glob("checkpoint-4")) and len(fake.left()) > 1, child.is_alive)
         finally:
             child.kill()
             child.join()

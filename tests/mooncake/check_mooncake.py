@@ -136,7 +136,7 @@ def check_killed_client(work, place, keys):
     with Fake(work / "unused", "--mooncake", place, "--slow", "0.02", "--layers", "1", "2", "3", "4") as fake:
         command = [sys.executable, "-c", CLIENT, fake.url, storage, str(out)]
         began = subprocess.Popen(command, cwd=ROOT / "tests")
-        wait_for(lambda: len(list(out.glob("hs_*"))) >= 20, began)
+        wait_for(lambda: len(list(out.glob("hs_*"))) >= 20, lambda: began.poll() is None)
         began.kill()
         began.wait()
         time.sleep(0.5)
