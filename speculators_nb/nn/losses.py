@@ -512,7 +512,7 @@ _chunks_as_on: ContextVar[str | None] = ContextVar("chunks_as_on", default=None)
 
 @contextmanager
 def chunks_as_on(device: str) -> Iterator[None]:  # its kind
-    "Inside the block logits are cut as on this device, on any: a step of CUDA is counted on a CPU."
+    "Logits are cut as on this device, on any: a CPU counts a step of CUDA."
     before = _chunks_as_on.set(device)
     try:
         yield
