@@ -171,7 +171,8 @@ class RolloutAttention(NamedTuple):
 
     def first_layer(self, skip: int, window: int | None):
         "x holds each token that is read once, and the mask as its last row [N+1, 2H]."
-        unrotated = torch.ones_like(self.rope[0][:1]), torch.zeros_like(self.rope[1][:1])
+        cos, sin = self.rope  # of no row, where all of the text is padding
+        unrotated = cos.new_ones(1, cos.shape[-1]), sin.new_zeros(1, sin.shape[-1])
         source = self.plan.source
 
         def attend(self_attn, x):
@@ -197,10 +198,10 @@ class RolloutAttention(NamedTuple):
         self,
         queries: Tensor,  # [Hq, T - skip, D]
         keys: Tensor,  # [Hkv, T, D]
-        values: Tensor,  # [Hkv, T, D]
+        values: Tensor,  # [Hkv, T, Dv]
         skip: int,  # rows that are only keys
         window: int | None,  # of a sliding layer
-    ) -> Tensor:  # [Hq, T - skip, D]
+    ) -> Tensor:  # [Hq, T - skip, Dv]
         "Each rollout over the text up to its anchor, and over its own depths."
         if self.impl == "flex":
             rows = self.queries.setdefault(skip, self.plan.place[skip:])
@@ -217,4 +218,4 @@ class RolloutAttention(NamedTuple):
             q, k, v = (x.unflatten(1, (-1, depths)) for x in parts)
             out = block_attention(q, row_keys, row_values, k, v, mask, self.impl)
             heads.append(out.flatten(1, 2))
-        return torch.cat(heads, 1) if heads else queries
+        return torch.cat(heads, 1) if heads else queries[..., : values.shape[-1]]
