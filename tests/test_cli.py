@@ -974,7 +974,7 @@ def in_a_process(folder, *lines):
         done = [run(*line.split()) for line in lines]
         told.put([(result.exit_code, result.output) for result in done])
 
-    forked.FORK.Process(target=typed).start()  # no daemon, for `run` starts processes
+    forked.FORK.Process(target=forked.work, args=(typed, (), {})).start()  # no daemon, for `run` starts processes
     return told.get(timeout=300)
 
 

@@ -402,7 +402,7 @@ def test_prompts_of_numpy_are_read(verifier):
     "An array, a list of its numbers, and a list of arrays; and a function of the steps that gives a number of numpy."
     ids = np.array([2, 3, 5])
     want = generate(verifier, NoDrafter(), [2, 3, 5], max_new_tokens=5, k=0).tokens
-    for prompt in (ids, list(ids)):
+    for prompt in (ids, list(ids), ids.astype(np.uint16)):
         assert generate(verifier, NoDrafter(), prompt, max_new_tokens=5, k=lambda steps: ids[1]).tokens == want
     assert [g.tokens for g in generate(verifier, NoDrafter(), [ids, ids], max_new_tokens=5)] == [want] * 2
 

@@ -29,6 +29,8 @@ CASES = {
     "one key head": ("eagle3", dict(num_key_value_heads=1), dict(ttt_steps=2, per_position_loss_weight="auf"), None),
     "two layers, own tokens": ("eagle3 qwen3", SLIDES | MIXED, dict(ttt_steps=3, use_off_policy_tokens=False), None),
     "no loss on the last rank": ("eagle3", {}, dict(ttt_steps=3), slice(0, 25)),
+    "latent, values shorter than keys": ("eagle3 latent", dict(q_lora_rank=16), dict(ttt_steps=3), None),
+    "latent, no loss on the last rank": ("eagle3 latent", {}, dict(ttt_steps=3), slice(0, 25)),
     "rope by length": ("eagle3", ROPE, dict(ttt_steps=3), None),
     "dflash": ("dflash", SINKS | SLIDES | MIXED, dict(max_anchors=9, per_position_loss_weight="dpace"), None),
     "dflash, no block on the last rank": ("dflash", {}, dict(max_anchors=9), slice(0, 25)),

@@ -179,6 +179,14 @@ def test_a_run_that_is_killed_has_replaced_nothing(tmp_path, monkeypatch, killed
     assert len(files_of_drafter(tmp_path)) == (4 if rank else 2) and not (tmp_path / ".saving").exists()
 
 
+def test_what_a_kill_between_two_drafters_leaves_is_replaced(tmp_path):
+    "Of the old one its config is gone, and its adapter is not: the new one has none."
+    trained(RELEASE / "features", tmp_path, save_strategy="no")
+    (tmp_path / "config.json").unlink()
+    trained(RELEASE / "features", tmp_path, lora_rank=None, save_strategy="no", overwrite=True)
+    assert len(files_of_drafter(tmp_path)) == 2
+
+
 def test_a_folder_of_others_beside_a_first_run_stays(tmp_path):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/notes.txt").write_text("mine")

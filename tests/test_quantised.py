@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bad.harness import RELEASE
 from safetensors.torch import load_file, save_file
 from test_llama_cpp import run, stored
 
@@ -15,6 +16,7 @@ from speculators_nb.core.checkpoints import FP8, to_fp8
 from speculators_nb.lab.shipped import shipped_data
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.convert import convert, export_fp8, export_native
+from speculators_nb.models.mtp_native import stitch_mtp
 from speculators_nb.models.quantised import WRITTEN
 from speculators_nb.serve.speculative_config import SpeculativeConfig
 from speculators_nb.serve.vllm_contract import check_vllm_contract
@@ -139,6 +141,19 @@ def test_other_projects_layouts_are_read(layout, tmp_path):
     assert config["transformer_layer_config"].keys() == ours["transformer_layer_config"].keys()
     wide = SpeculatorModel.from_pretrained(tmp_path / "fp8", verifier=VERIFIER, dtype="float32")
     same(wide.saved_state(), meant, torch.float32)
+
+
+def test_an_mtp_head_is_stitched_whole(tmp_path):
+    "Into a verifier whose weights are not quantised: the numbers that are meant, and no scales."
+    meant = quantised(RELEASE / "mtp", tmp_path / "fp8", "compressed-tensors, by row")
+    save_file(meant, tmp_path / "fp8.safetensors")
+    shutil.copytree(RELEASE / "mtp", tmp_path / "whole")
+    shutil.move(tmp_path / "fp8.safetensors", tmp_path / "whole/model.safetensors")
+    found, expected = (
+        load_file(stitch_mtp(tmp_path / name, RELEASE / "verifier", tmp_path / f"with {name}") / "model.safetensors")
+        for name in ("fp8", "whole")
+    )
+    same(found, expected, torch.float32)
 
 
 def test_trained_and_saved_whole(tmp_path):

@@ -42,7 +42,7 @@ from ..verifier.tapped_model import Verifier
 # %% ../../nbs/decode/11_generate.ipynb #549767be
 def check_request(
     verifier: Verifier,
-    prompt: Tensor,  # [n] int64
+    prompt: Tensor,  # [n] of whole numbers
     max_new_tokens: int,  # output limit
 ) -> int:  # tokens that can be written: the limit, or what the verifier's context leaves
     "Refuse a request that cannot be answered, with a ValueError."
@@ -58,6 +58,7 @@ def check_request(
         )
     if prompt.is_floating_point() or prompt.dtype == torch.bool:
         raise ValueError(f"prompt_ids holds {prompt.dtype}: pass token ids, whole numbers")
+    prompt = prompt.long()  # torch has no minimum of uint16, as token files have
     low, high = int(prompt.min()), int(prompt.max())
     if low < 0 or high >= verifier.vocab_size:
         path = verifier.config.name_or_path

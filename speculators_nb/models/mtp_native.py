@@ -19,7 +19,7 @@ from ..core.files import atomic_folder, write_object
 from ..core.provenance import write_provenance
 from ..nn.target_head import text_config, verifier_config
 from ..verifier.folders import new_folder
-from .base import SpeculatorModel
+from .base import SpeculatorModel, stored_state
 from .draft_network import misfits
 from .formats import (
     FieldsAndTensors,
@@ -288,7 +288,7 @@ def stitch_mtp(
             f"drafter {str(drafter)!r} is of type {config.speculators_model_type!r}; only an "
             "MTP head is a part of its verifier"
         )
-    tensors = read_tensors(checkpoint_index(checkpoint))
+    tensors = stored_state(checkpoint)
     with atomic_folder(out, replace=False) as folder:
         stitch_into(folder, config, tensors, verifier, drafter, link)
         sources = {"drafter": drafter, "verifier": verifier}

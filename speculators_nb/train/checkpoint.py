@@ -197,8 +197,8 @@ def replaced_drafter(folder: Path) -> Iterator[Path]:
     try:
         yield staging
         files = [file for file in staging.rglob("*") if file.is_file()]
-        if (folder / "config.json").exists():
-            (folder / "config.json").unlink()  # no loader takes the folder until the new one is there
+        (folder / "config.json").unlink(missing_ok=True)  # no loader takes the folder until the new one is there
+        if (folder / "model.safetensors").exists():  # also of one whose replacement was killed here
             shutil.rmtree(folder / "adapter", ignore_errors=True)
         for file in sorted(files, key=lambda file: file.name == "config.json"):
             place = folder / file.relative_to(staging)
