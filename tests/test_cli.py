@@ -554,7 +554,7 @@ def test_redirected_output_is_plain_lines(features, tmp_path):
     """Progress, a row an evaluation, no carriage return, and no dictionary."""
     program = Path(sys.executable).with_name("speculators-nb")
     line = [program, "train", features, tmp_path / "d", "--total-seq-len", "128", "--num-train-epochs", "2"]
-    line += ["--ttt-steps", "6"]  # longer than the second under which a bar writes nothing
+    line += ["--ttt-steps", "10"]  # longer than the second under which a bar writes nothing
     got = subprocess.run([*line, "--draft-vocab-size", "512"], capture_output=True, text=True)
     shown = (got.stdout + got.stderr).splitlines()
     assert got.returncode == 0 and "\r" not in got.stdout + got.stderr and "\x1b" not in got.stdout + got.stderr
@@ -967,15 +967,13 @@ def test_a_recipe_does_not_decide_what_becomes_of_the_output(tmp_path):
 
 def in_a_process(folder, *lines):
     "(exit code, output) of command lines that are typed in a folder, one after the other in one process."
-    told = forked.FORK.Queue()
 
     def typed():
         os.chdir(folder)
         done = [run(*line.split()) for line in lines]
-        told.put([(result.exit_code, result.output) for result in done])
+        return [(result.exit_code, result.output) for result in done]
 
-    forked.FORK.Process(target=forked.work, args=(typed, (), {})).start()  # no daemon, for `run` starts processes
-    return told.get(timeout=300)
+    return forked.ask(typed)()
 
 
 def test_help_says_how_an_argument_of_such_a_drafter_is_given():

@@ -52,10 +52,9 @@ def test_answers_belong_to_the_corpus_and_the_verifier():
 
 def test_features_are_made_once_by_however_many_ask(clone):
     "Two processes ask at once; one builds, both get the same complete folder, and a third call touches nothing."
-    answers = forked.FORK.Queue()
-    forked.begin(lambda: answers.put(experiment.shipped_features(n=12)))
+    other = forked.ask(lambda: experiment.shipped_features(n=12))
     folder = experiment.shipped_features(n=12)
-    assert answers.get(timeout=120) == folder and folder.samefile(clone / "output" / folder.name)
+    assert other() == folder and folder.samefile(clone / "output" / folder.name)
     assert len(FeatureDataset(folder)) == 12
     before = {p.name: p.stat().st_mtime_ns for p in folder.iterdir()}
     assert experiment.shipped_features(n=12).samefile(folder)

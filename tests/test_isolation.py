@@ -39,7 +39,7 @@ def test_the_other_document_is_not_seen(name, trained):
     other[1 - trained] = changed(rows[1 - trained])
     loss2, grads2, *_ = step(model, name, other, trained)
     assert loss2 == pytest.approx(loss, rel=1e-6)
-    assert (grads2 - grads).norm() <= 1e-5 * grads.norm() + 1e-7
+    torch.testing.assert_close(grads2, grads, rtol=1e-3, atol=1e-6 * grads.abs().max().item())
     other[trained] = changed(rows[trained])
     # what stands in its own document does count
     assert step(model, name, other, trained)[0] != pytest.approx(loss, rel=1e-5)

@@ -175,8 +175,6 @@ def test_in_ours(copy):
 
 
 def test_a_forward_that_passes_its_arguments_on_has_those_of_its_base(tmp_path):
-    told = forked.FORK.Queue()
-
     def register_and_train():
         @SpeculatorModelConfig.register("halved")
         class HalvedConfig(Eagle3SpeculatorConfig):
@@ -191,10 +189,11 @@ def test_a_forward_that_passes_its_arguments_on_has_those_of_its_base(tmp_path):
                 return tokens, loss * share, metrics
 
         how = dict(total_seq_len=32, max_steps=1, eval_share=0, disable_tqdm=True, ttt_steps=2, save_strategy="no")
+        losses = {}
         for name, own in dict(eagle3={}, halved=dict(share=0.5)).items():
             trainer = train_drafter(RELEASE / "features", tmp_path / name, RELEASE / "verifier", name, **how, **own)
-            told.put((name, trainer.state.log_history[-1]["train_loss"]))
+            losses[name] = trainer.state.log_history[-1]["train_loss"]
+        return losses
 
-    forked.begin(register_and_train)  # whose registry ends with it
-    losses = dict(told.get(timeout=120) for _ in range(2))
+    losses = forked.ask(register_and_train)()  # whose registry ends with it
     assert losses["halved"] == pytest.approx(losses["eagle3"] / 2, rel=1e-6)

@@ -21,7 +21,7 @@ from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.nn.compiled import to_device
 from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.nn.supervision import shift_by_one
-from speculators_nb.train.checkpoint import checkpoint_problem, last_checkpoint, surplus_checkpoints
+from speculators_nb.train.checkpoint import checkpoint_problem, last_checkpoint, replaced_drafter, surplus_checkpoints
 from speculators_nb.train.live_view import evaluation_table, header_line, row_line
 from speculators_nb.train.packed_loaders import lengths_of
 from speculators_nb.train.trainer import (
@@ -759,3 +759,16 @@ def test_weights_that_were_never_loaded_are_named(drafter, tmp_path):
     empty = type(make())(make().config)
     with pytest.raises(ValueError, match="not loaded yet: .*load_verifier_weights"):
         train(empty, data, output_dir=str(tmp_path), disable_tqdm=True)
+
+
+def test_a_drafter_in_shards_leaves_no_index(tmp_path):
+    "A loader would look for the old shards."
+    shard = "model-00001-of-00002.safetensors"
+    for name in ("config.json", "model.safetensors.index.json", shard, "training_log.csv"):
+        (tmp_path / name).write_text("old")
+    with replaced_drafter(tmp_path) as staging:
+        staging.mkdir()
+        for name in ("config.json", "model.safetensors"):
+            (staging / name).write_text("new")
+    kept = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert kept == {"config.json": "new", "model.safetensors": "new", "training_log.csv": "old"}

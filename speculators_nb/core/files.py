@@ -194,7 +194,7 @@ def write_text(path: str | os.PathLike, text: str, errors: str = "strict") -> No
     """Write a file of UTF-8 as a whole or not at all; `errors`: of what UTF-8 does not have, as of `str.encode`.
     DiskError: as of `atomic_write`."""
     with atomic_write(path) as temporary:
-        temporary.write_text(text, encoding="utf-8", errors=errors)
+        temporary.write_text(text, encoding="utf-8", errors=errors, newline="")  # lines end as the text has them
 
 
 def write_object(path: str | os.PathLike, content: Mapping, indent: int | None = 1) -> None:

@@ -62,7 +62,11 @@ class OptionRule:
         if value is None:
             return None if self.none else f"is missing; write something like {self.example}"
         plain = isinstance(value, (bool, numbers.Number, str, bytes, os.PathLike))
-        if self.objects and not plain and (self.kind != "list" or callable(value)):
+        if self.kind == "list":
+            plain = plain or not callable(value)
+        elif self.kind == "mapping":
+            plain = plain or isinstance(value, list)
+        if self.objects and not plain:
             return None
         return KINDS[self.kind](self, value) or (self.test(value) if self.test else None)
 

@@ -471,7 +471,7 @@ def served_layer_family(raw: dict[str, Any], verifier: Any = None) -> list[str]:
         return known_layer_family(raw, verifier)
     return [
         f"{LAYER}.model_type is {family!r}; vLLM reads EAGLE-3 drafters with latent attention "
-        "in their own layout alone, write it with `speculators-nb export` and serve that"
+        "in their own layout alone; serve what `speculators-nb export` without --to writes"
     ]
 
 

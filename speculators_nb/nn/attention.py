@@ -617,6 +617,9 @@ def key_prefix(
 ) -> KeyRange:  # of tensors like q
     """The one range of the first L keys that each query attends to, of a mask without ranges by
     its predicate, for every pair. Errors: ValueError for a mask that leaves a gap there."""
+    if mask.ranges is None and len(q) > 256:  # a part of the pairs at a time
+        parts = [key_prefix(mask, part, length) for part in q.split(256)]
+        return KeyRange(*(torch.cat(ends) for ends in zip(*parts)))
     if mask.ranges is None:
         key = torch.arange(length, device=q.device)
         pieces = KeyRange(key, key + mask.at(q[..., None], key))  # one for each key

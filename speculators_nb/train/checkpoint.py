@@ -198,8 +198,11 @@ def replaced_drafter(folder: Path) -> Iterator[Path]:
         yield staging
         files = [file for file in staging.rglob("*") if file.is_file()]
         (folder / "config.json").unlink(missing_ok=True)  # no loader takes the folder until the new one is there
-        if (folder / "model.safetensors").exists():  # also of one whose replacement was killed here
+        weights = [*folder.glob("model.safetensors*"), *folder.glob("model-*.safetensors")]
+        if weights:  # also of one whose replacement was killed here
             shutil.rmtree(folder / "adapter", ignore_errors=True)
+        for file in weights:  # shards, and their index
+            file.unlink()
         for file in sorted(files, key=lambda file: file.name == "config.json"):
             place = folder / file.relative_to(staging)
             place.parent.mkdir(exist_ok=True)
