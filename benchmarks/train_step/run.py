@@ -350,8 +350,8 @@ again on the way back (gradient checkpointing).
 - *Memory*: peak over what stays between steps (model, batch, gradients, AdamW state), by torch's allocator and by the
   resident set.
 - *Floor*: the products and exponentials of the rows that the loss reads, at the rates above for products of that kind,
-  or the unavoidable memory traffic where that takes longer. Results before 26 November 2026 divided all products by the
-  rate of the fastest, whatever its shape, so that their ratios are higher.
+  or the unavoidable memory traffic where that takes longer. A run measures the rates anew; cases that it leaves out
+  keep the floor of their own run.
 """
 
 

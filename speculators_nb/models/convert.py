@@ -152,9 +152,8 @@ def converted(
     dtype: torch.dtype | None = None,  # of weights that are stored quantised; None: of the others
 ) -> Converted:
     """Read a foreign drafter. Tensors are renamed and keep values and dtype, but for quantised weights, which are made
-    whole (`quantised.whole_weights`); names and shapes
-    are checked against the model that the new config describes, and its sizes against the
-    verifier. Errors: as from `convert`."""
+    whole (`quantised.whole_weights`); names and shapes are checked against the model that the new config describes, and
+    its sizes against the verifier. Errors: as from `convert`."""
     native = NativeCheckpoint(source, dtype)
     with hub_access(revision="main"):  # the verifier is another model
         target = verifier_target(verifier, trust_remote_code or None)
