@@ -65,8 +65,13 @@ class Distribution:
         if softmax:
             self.probs = torch.softmax(self.logits, -1)  # [N, V]
             self.top = self.logits.amax(-1)  # [N] the largest logit
-            # [N] log-sum-exp, without a second pass of exponentials
-            self.lse = self.top - self.probs.amax(-1).log()
+            # [N] log-sum-exp by the largest probability: no second pass of exponentials; and a
+            # compiled kernel, which finds the likeliest token anyway, reads the row once less
+            if torch.compiler.is_compiling():
+                largest = self.probs.gather(-1, self.argmax[:, None])[:, 0]
+            else:
+                largest = self.probs.amax(-1)
+            self.lse = self.top - largest.log()
 
     @piece
     def argmax(self) -> Tensor:  # [N]
