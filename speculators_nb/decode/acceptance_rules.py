@@ -7,8 +7,8 @@ Those marked lossless are proved to keep the verifier's output distribution."""
 __all__ = ['RULES', 'SIBLINGS', 'Choices', 'flip', 'draw', 'walk', 'child_with', 'one_hot', 'Decision', 'Rule', 'path_of',
            'last_row', 'before', 'follow', 'greedy', 'strict', 'residual_probs', 'drafted_from', 'chances',
            'rejection_sampling', 'traversal_chances', 'post_order', 'stop_at_first', 'traversal', 'block', 'typical',
-           'top_entropy', 'accepted_behind', 'fly', 'synthetic', 'lenient', 'tolerant', 'outcomes', 'exact',
-           'sibling_probs', 'Draft', 'rows_of', 'drafts', 'emitted', 'continued', 'tokens_per_step']
+           'top_entropy', 'accepted_behind', 'fly_window', 'fly', 'synthetic', 'lenient', 'tolerant', 'outcomes',
+           'exact', 'sibling_probs', 'Draft', 'rows_of', 'drafts', 'emitted', 'continued', 'tokens_per_step']
 
 # %% ../../nbs/decode/02_acceptance_rules.ipynb #d7bbf3d4
 import functools
@@ -391,8 +391,15 @@ def accepted_behind(
     return next_rejected - place[1:]
 
 
+def fly_window(
+    draft_tokens: int | Tensor,  # how many are drafted, at least 2
+) -> Tensor:  # [] int64
+    "vLLM's window: all tokens behind the first one, at most 6."
+    return torch.as_tensor(draft_tokens - 1).clamp(1, 6)
+
+
 def fly(
-    window_size: int | None = None,  # tokens; None: all behind the first one, at most 6
+    window_size: int | None = None,  # tokens; None: `fly_window` of the draft
     entropy_threshold: float = 0.3,  # nats; inf: the standard rule
     entropy_top_k: int = 3,  # likeliest tokens that count for the entropy
 ) -> Rule:
@@ -415,7 +422,7 @@ def fly(
         left = target_probs.double().clone()
         accepted = flip(chances(tree, left), generator)
         real = torch.ones_like(accepted) if tree.real is None else tree.real
-        window = window_size or (real.sum() - 1).clamp(1, 6)
+        window = fly_window(real.sum()) if window_size is None else window_size
         in_doubt = top_entropy(raw, entropy_top_k) >= entropy_threshold
         possible = raw.gather(1, tree.tokens[:, None])[:, 0] > 0
         forgiven = in_doubt & possible & (accepted_behind(accepted) >= window)

@@ -320,6 +320,12 @@ TOGETHER = [  # (name, line after the command's own, what must be answered)
     ),
     (
         "evaluate",
+        "a window of nothing",
+        "--rule fly --k 1",
+        "rule='fly': looks at the tokens after a doubtful one, and k=\\[1\\] drafts none; draft at least 2",
+    ),
+    (
+        "evaluate",
         "a filter of greedy decoding",
         "--top-p 0.9",
         "top_p=0.9: has no effect with temperature=None, which is greedy; leave it out, or set temperature=1",

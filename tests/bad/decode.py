@@ -104,6 +104,7 @@ ARGUMENTS = {  # arguments of generate -> what must be answered
     "rule: unknown": (dict(rule="typcial"), "rule='typcial': is not known; choose standard.*Did you mean typical"),
     "rule: a number": (dict(rule=3), "rule=3: is no word; choose standard"),
     "rule: nothing": (dict(rule=None), "rule=None: is missing"),
+    "rule: FLy of one token": (dict(rule="fly", k=1), "rule='fly': looks at .*k=1 drafts none; draft at least 2"),
     "record: negative": (dict(record=-1), "record=-1: must be at least 0"),
     "record: true": (dict(record=True), "record=True: must be a whole number"),
     "prompt: empty": (dict(prompt=[]), "prompt_ids is empty: the verifier needs at least one token|floating"),
