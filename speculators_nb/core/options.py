@@ -487,10 +487,11 @@ def _check_together(values: Mapping, command: str) -> None:
         case "check" if get("engine") == "llama.cpp":
             _leave_out(values, ["engine_version"], "is a version of vLLM; leave it out, or set engine=vllm")
         case "export" if get("to") == "fp8":
-            _leave_out(values, ("format", "verifier"), "has no effect with to=fp8; leave it out")
+            unread = "format", "verifier", "trust_remote_code"
+            _leave_out(values, unread, "has no effect with to=fp8; leave it out")
         case "export" if get("to") is not None:
             why = "has no effect with to=llama.cpp, which reads GGUF; leave one of them out"
-            _leave_out(values, ["format"], why)
+            _leave_out(values, ["format", "trust_remote_code"], why)
             if get("verifier") is None:
                 raise ValueError(
                     "verifier=None: name the GGUF file that llama.cpp serves; the drafter is given its tokenizer"

@@ -366,6 +366,18 @@ TOGETHER = [  # (name, line after the command's own, what must be answered)
         "--method dflash --verifier {verifier}",
         "method='dflash': .* is a drafter of type eagle3, which vLLM serves as method=eagle3; leave method out",
     ),
+    (
+        "export",
+        "code of no verifier",
+        "--to fp8 --trust-remote-code",
+        "trust_remote_code=True: has no effect with to=fp8",
+    ),
+    (
+        "export",
+        "code of a GGUF",
+        "--to llama.cpp --verifier {here}/v.gguf --trust-remote-code",
+        "trust_remote_code=True: has no effect with to=llama.cpp, which reads GGUF; leave one of them out",
+    ),
     ("serve", "layers for nothing", "--aux-layer-ids 1", "aux_layer_ids=\\[1\\]: has no effect without hidden_states"),
     (
         "serve",
