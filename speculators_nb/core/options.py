@@ -284,6 +284,11 @@ def no_steps_problem(value: int) -> str | None:
     return "trains nothing; give a number of steps, or leave it out" if value == 0 else None
 
 
+def costs_problem(value: Collection[float]) -> str | None:
+    "What is wrong with the costs of steps."
+    return None if len(value) else "is empty; give the costs of steps with 0, 1, … draft tokens"
+
+
 MOONCAKE = r"mooncake://(?P<host>[\w.-]+):(?P<port>\d{1,5})(\?segment_gb=(?P<gb>\d{1,5}(\.\d+)?))?"
 
 
@@ -811,6 +816,16 @@ IN = {
     "experiment.max_new_tokens": whole(160, 1, MOST_TOKENS),
     "experiment.features": path("output/features"),
     "experiment.heldout": path("output/prepared"),
+    # arguments from Python
+    **each(whole, {"NgramDrafter.min_n": 1, "NgramDrafter.max_n": 5, "tolerant.accept_k": 1}, low=1),
+    **each(whole, {"fly.entropy_top_k": 3, "batch_verify.batch": 8, "reliability_table.bins": 10}, low=1),
+    **each(whole, {"LengthByRates.memory": 50, "LengthByRates.every": 10}, low=1),
+    "fly.window_size": whole(6, 1, none=True),
+    "SuffixDrafter.depth": whole(24, 2),
+    "SuffixDrafter.max_requests": whole(10_000, 0),
+    "SuffixDrafter.factor": number(1.0, low=0),
+    "SuffixDrafter.min_prob": number(0.1, low=0, high=1),
+    "LengthByRates.costs": several(number(1.0, above=0), [1.0, 1.1, 1.2], test=costs_problem),
     **{f"experiment.{name}": mapping({"max_steps": 100}) for name in ("settings", "grid", "common")},
 }
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..core.options import check_options
 from .tree import TokenTree, draw_tokens, fetch, long_tensor
 
 # %% ../../nbs/decode/02_acceptance_rules.ipynb #6d7b2a04
@@ -404,13 +405,11 @@ def fly(
     entropy_top_k: int = 3,  # likeliest tokens that count for the entropy
 ) -> Rule:
     """FLy (2511.22972) for chains, as vLLM 0.33 has it. Errors: ValueError for a window or a
-    number of tokens below 1, a negative threshold, and a tree with branches."""
-    window_is_wrong = window_size is not None and window_size < 1
-    if window_is_wrong or entropy_top_k < 1 or not entropy_threshold >= 0:
-        raise ValueError(
-            f"fly_window_size={window_size} and fly_entropy_top_k={entropy_top_k} must be at "
-            f"least 1 and fly_entropy_threshold={entropy_threshold} not negative"
-        )
+    number of tokens that is no whole one from 1 on, a negative threshold, and a tree with
+    branches."""
+    check_options(dict(window_size=window_size, entropy_top_k=entropy_top_k), "fly")
+    if not entropy_threshold >= 0:
+        raise ValueError(f"entropy_threshold={entropy_threshold}: must not be negative")
 
     def on_device(tree, target_probs, generator=None, raw_probs=None) -> Decision:
         if not tree.is_chain:
@@ -473,11 +472,9 @@ def tolerant(
 ) -> Rule:
     """Greedy acceptance with slack, of tokens that the verifier does not rule out; the next
     token is its argmax. Errors: ValueError for k < 1 or a negative tolerance."""
-    if accept_k < 1 or not tolerance >= 0:
-        raise ValueError(
-            f"verifier_accept_k={accept_k} must be at least 1 and accept_tolerance={tolerance} "
-            "not negative"
-        )
+    check_options(dict(accept_k=accept_k), "tolerant")
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance={tolerance}: must not be negative")
     about = f"among the {accept_k} likeliest, or within {tolerance} of the best"
     if accept_k == 1 and tolerance == 0:  # of equal tokens the first alone
         return Rule(greedy, True, about)
