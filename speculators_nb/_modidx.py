@@ -2033,8 +2033,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'speculators_nb/nn/losses.py'),
                                           'speculators_nb.nn.losses.dense_head_loss': ( 'nn/losses.html#dense_head_loss',
                                                                                         'speculators_nb/nn/losses.py'),
-                                          'speculators_nb.nn.losses.first_largest': ( 'nn/losses.html#first_largest',
-                                                                                      'speculators_nb/nn/losses.py'),
                                           'speculators_nb.nn.losses.head_dtype': ( 'nn/losses.html#head_dtype',
                                                                                    'speculators_nb/nn/losses.py'),
                                           'speculators_nb.nn.losses.head_loss': ('nn/losses.html#head_loss', 'speculators_nb/nn/losses.py'),

@@ -85,7 +85,8 @@ def stored_state(
     quiet: bool = False,
 ) -> Tensors:
     """The tensors of a drafter (folder or hub id); `use_safetensors=False`: of pytorch_model.bin, read as data.
-    Quantised weights are made whole in `dtype`, which is logged unless `quiet` (`whole_weights`). Errors: FileNotFoundError, ValueError."""
+    Quantised weights are made whole in `dtype`, which is logged unless `quiet` (`whole_weights`). Errors:
+    FileNotFoundError, ValueError."""
     if use_safetensors is False:
         return pickled_tensors(model_file(path, "pytorch_model.bin"))
     folder = resolve_checkpoint(path)

@@ -6,11 +6,11 @@ with the output head (fused linear cross-entropy): no [tokens, vocabulary] tenso
 
 # %% auto #0
 __all__ = ['TOP_K', 'ALPHA_FLOOR', 'LK_DECAY', 'TINY', 'LOSSES', 'NORM_KINDS', 'CHUNK_ROWS', 'CHUNK_BYTES', 'CUDA_CHUNK_BYTES',
-           'TILE_BYTES', 'LOW_PRECISION', 'SLOTS_AT_ONCE', 'RowWeight', 'first_largest', 'Distribution', 'rowdot',
-           'one_hot', 'overlap', 'RowLoss', 'parse_loss', 'autograd_gradient', 'score_rows', 'register_loss',
-           'score_logits', 'row_loss', 'FinalNorm', 'TargetHead', 'target_slots', 'chunks_as_on', 'chunk_rows',
-           'tile_rows', 'Chunk', 'cut_chunks', 'head_dtype', 'wide_product', 'chunk_logits', 'RowBias', 'TargetBias',
-           'HeadLoss', 'alike', 'score_chunk', 'HeadCase', 'scaled_gradient', 'head_loss', 'dense_head_loss']
+           'TILE_BYTES', 'LOW_PRECISION', 'SLOTS_AT_ONCE', 'RowWeight', 'Distribution', 'rowdot', 'one_hot', 'overlap',
+           'RowLoss', 'parse_loss', 'autograd_gradient', 'score_rows', 'register_loss', 'score_logits', 'row_loss',
+           'FinalNorm', 'TargetHead', 'target_slots', 'chunks_as_on', 'chunk_rows', 'tile_rows', 'Chunk', 'cut_chunks',
+           'head_dtype', 'wide_product', 'chunk_logits', 'RowBias', 'TargetBias', 'HeadLoss', 'alike', 'score_chunk',
+           'HeadCase', 'scaled_gradient', 'head_loss', 'dense_head_loss']
 
 # %% ../../nbs/nn/04_losses.ipynb #2f999eda
 import json
@@ -50,20 +50,6 @@ else:
 TOP_K = 10  # tokens that `topk_ce` counts (HASS, 2408.15766)
 
 
-def first_largest(
-    logits: Tensor,  # [N, V]
-) -> Tensor:  # [N] int64
-    """The likeliest token of each row, of equal ones the first. On a CPU torch finds the
-    largest value several times faster than its place: that is sought in one block of a row."""
-    in_blocks = logits.device.type == "cpu" and not torch.compiler.is_compiling()
-    width = math.gcd(logits.shape[-1], 64) if in_blocks else 1
-    if width < 16:
-        return logits.argmax(-1)
-    blocks = logits.unflatten(-1, (-1, width))
-    block = blocks.amax(-1).argmax(-1)
-    return block * width + blocks[torch.arange(len(blocks)), block].argmax(-1)
-
-
 class Distribution:
     "Softmax over each row of `logits` [N, V]; what else is read of it is computed once."
 
@@ -83,7 +69,15 @@ class Distribution:
 
     @piece
     def argmax(self) -> Tensor:  # [N]
-        return first_largest(self.logits)
+        """The likeliest tokens, of equal ones the first. On a CPU torch finds the largest value
+        several times faster than its place: that is sought in one block of each row."""
+        in_blocks = self.logits.device.type == "cpu" and not torch.compiler.is_compiling()
+        width = math.gcd(self.logits.shape[-1], 64) if in_blocks else 1
+        if width < 16:
+            return self.logits.argmax(-1)
+        blocks = self.logits.unflatten(-1, (-1, width))
+        block = blocks.amax(-1).argmax(-1)
+        return block * width + blocks[torch.arange(len(blocks)), block].argmax(-1)
 
     @piece
     def label(self) -> Tensor:  # [N] the right token of `ce`
