@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Subset
 from transformers import AutoConfig, PretrainedConfig
 
 from speculators_nb.cli.demo import Stages, commands
+from speculators_nb.cli.serving import serve
 from speculators_nb.data.packing import collate
 from speculators_nb.decode.generate import generate
 from speculators_nb.decode.ngram import NgramDrafter
@@ -352,6 +353,12 @@ def test_rules_of_serving_name_what_they_find():
     nested = dict(sliding_attention=rope, full_attention=rope)
     said = [rules.served_rope(dict(rope_parameters=given)) for given in (rope, nested)]
     assert [tuple(map(len, pair)) for pair in said] == [(0, 1), (1, 0)]
+
+
+def test_no_server_returns_what_enters_layer_0_of_a_deepseek_verifier(tmp_path):
+    AutoConfig.for_model("deepseek_v3", num_hidden_layers=4).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"aux_layer_ids=\[0, 2\]: vLLM fails at .*'deepseek_v3'; give layers from 1"):
+        serve(str(tmp_path), hidden_states=str(tmp_path / "states"), aux_layer_ids=[0, 2])
 
 
 @pytest.mark.parametrize(
