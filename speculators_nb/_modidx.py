@@ -69,6 +69,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                          'speculators_nb/decode/acceptance_rules.py'),
                                                         'speculators_nb.decode.acceptance_rules.fly': ( 'decode/acceptance_rules.html#fly',
                                                                                                         'speculators_nb/decode/acceptance_rules.py'),
+                                                        'speculators_nb.decode.acceptance_rules.fly_window': ( 'decode/acceptance_rules.html#fly_window',
+                                                                                                               'speculators_nb/decode/acceptance_rules.py'),
                                                         'speculators_nb.decode.acceptance_rules.follow': ( 'decode/acceptance_rules.html#follow',
                                                                                                            'speculators_nb/decode/acceptance_rules.py'),
                                                         'speculators_nb.decode.acceptance_rules.greedy': ( 'decode/acceptance_rules.html#greedy',

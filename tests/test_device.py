@@ -1,9 +1,11 @@
 "Forward passes and decoding make each tensor on the device of their inputs: shown on a CPU, by pretending."
 
 import copy
+import os
 from functools import lru_cache
 from types import SimpleNamespace
 
+import forked
 import pytest
 import torch
 from on_device import PretendCuda, marked, on_cuda
@@ -196,6 +198,16 @@ def test_what_is_wrong_is_refused_at_the_end_of_the_step():
     for wrong, message in ((Wrong(), r"tokens\[0\]=5000 is outside"), (NotANumber(), "NotANumber: the logits .* NaN")):
         with PretendCuda(), pytest.raises(ValueError, match=message):
             generate(verifier, wrong, prompts(1)[0], k=2)
+
+
+def test_a_forked_process_sees_no_device(monkeypatch):
+    "Nor does one that it starts, where its parent has some."
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    asked = forked.ask(
+        lambda: (torch.cuda.is_available(), torch.cuda.device_count(), os.environ["CUDA_VISIBLE_DEVICES"])
+    )
+    assert asked() == (False, 0, "") and torch.cuda.is_available()
 
 
 class Waits(TorchDispatchMode):

@@ -3,7 +3,6 @@ samples as from files of their own."""
 
 import json
 import logging
-import multiprocessing
 import os
 import pickle
 import signal
@@ -275,22 +274,14 @@ def test_what_others_write_is_left_alone(tmp_path):
     assert not others.exists() and not nameless.exists()
 
 
-FORK = multiprocessing.get_context("fork")
 SHARED = dict(max_tokens=80, writers=1, shard_gb=3 * SMALL)  # some batches in a shard
 
 
 def share(out, pause, rank):
     "One of two ranks that fill a folder; slow where it pauses."
-    torch.set_num_threads(1)
     verifier = make_verifier()
     verifier.decoder.register_forward_pre_hook(lambda m, a, k: time.sleep(pause), with_kwargs=True)
     extract_features(verifier, make_rows(60), out, **SHARED, rank=rank, world_size=2)
-
-
-def begin(*args):
-    process = FORK.Process(target=share, args=args, daemon=True)
-    process.start()
-    return process
 
 
 @pytest.mark.parametrize("killed", [False, True])
@@ -300,13 +291,13 @@ def test_ranks_share_a_folder_of_shards(tmp_path, killed):
     torch.set_num_threads(1)  # a forked process would wait for the threads of its parent
     extract_features(make_verifier(), make_rows(60), tmp_path / "alone", **SHARED)
     out = tmp_path / "out"
-    first = begin(out, 0.2 if killed else 0.0, 0)
+    first = forked.begin(share, out, 0.2 if killed else 0.0, 0)
     if killed:
         while not shards_of(out):
             assert first.is_alive()
             time.sleep(0.005)
         first.kill()
-    second = begin(out, 0.0, 1)
+    second = forked.begin(share, out, 0.0, 1)
     first.join(60), second.join(60)
     assert second.exitcode == 0 and first.exitcode == (-signal.SIGKILL if killed else 0)
     before = sum(len(load_file(path)["rows"]) for path in shards_of(out))

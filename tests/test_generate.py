@@ -154,6 +154,13 @@ def test_the_window_of_fly_is_that_of_the_drafts_that_were_asked_for(verifier):
     assert text("fly", 6) == text(SpeculativeConfig(**dictionary).rule(), 6) == hf_greedy(verifier, prompt, 12)
     by_draft, short = text(accept.fly(), 6)[:8], text("fly", 3)[:8]  # behind that drafts are cut to the limit
     assert by_draft == short != text("fly", 6)[:8]
+    for n in range(2, 10):
+        window = SpeculativeConfig(**dictionary | dict(num_speculative_tokens=n)).fly_window_size
+        assert window == int(accept.fly_window(n)) == min(6, n - 1)
+    for one in (lambda: text("fly", 1), lambda: SpeculativeConfig(**dictionary | dict(num_speculative_tokens=1))):
+        with pytest.raises(ValueError, match="looks at the tokens after a doubtful one"):
+            one()
+    assert text("fly", 0) == hf_greedy(verifier, prompt, 12)  # plain decoding
 
 
 @settings(max_examples=25, deadline=None)

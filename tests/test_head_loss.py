@@ -92,7 +92,7 @@ def test_low_precision_products_stay_close():
     assert torch.cosine_similarity(a, b, dim=0) > 0.999
 
 
-def equal_logits(n=60, vocab=40, hidden=12):
+def equal_logits(vocab, n=60, hidden=12):
     "States and a head of small whole numbers: several tokens of most rows have the largest logit, exactly."
     g = torch.Generator().manual_seed(0)
     head, states = (torch.randint(-1, 2, (size, hidden), generator=g).float() for size in (vocab, n))
@@ -101,10 +101,12 @@ def equal_logits(n=60, vocab=40, hidden=12):
     return states.requires_grad_(), torch.nn.Parameter(head, requires_grad=False)
 
 
-@pytest.mark.parametrize("chunk", [7, 100])
-def test_of_equal_rounded_logits_the_first_is_drafted(chunk):
-    "In bfloat16 logits are often equal. A token that shares the largest one and is not drafted is not right."
-    states, head = equal_logits()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])
+@pytest.mark.parametrize("chunk,vocab", [(7, 40), (100, 40), (100, 128)])
+def test_of_equal_logits_the_first_is_drafted(chunk, vocab, dtype):
+    """Of logits that were rounded several are often equal. A token that shares the largest one and is not drafted is
+    not right."""
+    states, head = equal_logits(vocab)
     target = TargetHead(12)
     target.norm.weight.data.fill_(1.0)
     target.set_rows(head)
@@ -119,10 +121,10 @@ def test_of_equal_rounded_logits_the_first_is_drafted(chunk):
     )
     drafted, right = (states @ head.T).argmax(-1), target(hidden).argmax(-1)[c["target_of_row"]]
     for wanted in (False, True):
-        out = head_loss(**c, mixture={"ce": 1.0}, gemm_dtype=torch.bfloat16, chunk=chunk, want_tokens=wanted)
+        out = head_loss(**c, mixture={"ce": 1.0}, gemm_dtype=dtype, chunk=chunk, want_tokens=wanted)
         assert torch.equal(out.correct, drafted == right)
         assert torch.equal(out.tokens, drafted) if wanted else out.tokens is None
-    of_tokens = token_loss(states, head, right, torch.ones(60), gemm_dtype=torch.bfloat16, chunk=chunk)
+    of_tokens = token_loss(states, head, right, torch.ones(60), gemm_dtype=dtype, chunk=chunk)
     assert torch.equal(of_tokens.correct, drafted == right)
     assert (states @ head.T).gather(1, right[:, None])[:, 0].ge((states @ head.T).amax(-1)).sum() > (
         drafted == right

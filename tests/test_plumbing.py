@@ -16,9 +16,10 @@ from accelerate.data_loader import BatchSamplerShard
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, Subset
-from transformers import PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 
 from speculators_nb.cli.demo import Stages, commands
+from speculators_nb.cli.serving import serve
 from speculators_nb.data.packing import collate
 from speculators_nb.decode.generate import generate
 from speculators_nb.decode.ngram import NgramDrafter
@@ -342,13 +343,22 @@ def test_defaults_of_a_drafters_arguments():
 
 def test_rules_of_serving_name_what_they_find():
     raw = {rules.LAYER: {"model_type": "mamba", "hidden_act": "relu"}, "layers": [2, 9]}
-    each = [rules.known_layer_family, rules.silu_only, rules.layers_exist("layers"), rules.written("depth", why="x")]
+    each = [rules.known_layer_family, rules.silu_only, rules.layers_returned("layers"), rules.written("depth", why="x")]
     found = [sentence for rule in each for sentence in rule(raw, PretrainedConfig(num_hidden_layers=4))]
     assert len(found) == 4 and rules.silu_only({}) == []
+    for ids, family, wrong in (([0, 2], "deepseek_v3", 1), ([1, 2], "deepseek_v3", 0), ([0, 2], "llama", 0)):
+        verifier = AutoConfig.for_model(family, num_hidden_layers=4)
+        assert len(rules.layers_returned("layers")({"layers": ids}, verifier)) == wrong
     rope = dict(rope_type="longrope", original_max_position_embeddings=4096)
     nested = dict(sliding_attention=rope, full_attention=rope)
     said = [rules.served_rope(dict(rope_parameters=given)) for given in (rope, nested)]
     assert [tuple(map(len, pair)) for pair in said] == [(0, 1), (1, 0)]
+
+
+def test_no_server_returns_what_enters_layer_0_of_a_deepseek_verifier(tmp_path):
+    AutoConfig.for_model("deepseek_v3", num_hidden_layers=4).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"aux_layer_ids=\[0, 2\]: vLLM fails at .*'deepseek_v3'; give layers from 1"):
+        serve(str(tmp_path), hidden_states=str(tmp_path / "states"), aux_layer_ids=[0, 2])
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 
@@ -42,6 +43,7 @@ def begin(folder, recipe=RECIPE, **options):
     if pid:
         return pid
     os.setsid()
+    forked.without_cuda()
     os.chdir(folder)
     code = 1
     try:

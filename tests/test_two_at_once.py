@@ -1,19 +1,17 @@
 """Two processes that are given the same output at once: one whole result, that of a run alone. Either both end well, or
 one is refused in one line that names the output and what to do."""
 
-import multiprocessing
 import re
 from pathlib import Path
 
+import forked
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from speculators_nb.cli import main as cli
 
 ROOT = Path(__file__).parents[1]
 VERIFIER, CORPUS = ROOT / "data/tiny-verifier", ROOT / "data/corpus/train.jsonl"
-FORK = multiprocessing.get_context("fork")
 FEW = ("--max-samples", 8)
 STEPS = ("--total-seq-len", 128, "--max-steps", 2, "--draft-vocab-size", 256, "--extra", "ttt_steps=2")
 # command -> its words, with {out} for its output and names of others' outputs; the files that must be the same
@@ -35,14 +33,13 @@ def words_of(command, folder, made):
 
 
 def run(words):
-    return CliRunner().invoke(cli.app, words, env={"COLUMNS": "200", "NO_COLOR": "1", "TQDM_DISABLE": "1"})
+    done = CliRunner().invoke(cli.app, words, env={"COLUMNS": "200", "NO_COLOR": "1", "TQDM_DISABLE": "1"})
+    return done.exit_code, done.output
 
 
 def work(words, start, results):
-    torch.set_num_threads(1)
     start.wait(60)
-    found = run(words)
-    results.put((found.exit_code, found.output))
+    results.put(run(words))
 
 
 def names(folder):
@@ -61,18 +58,18 @@ def made(tmp_path_factory):
     folder, there = tmp_path_factory.mktemp("made"), {}
     for command in COMMANDS:
         (folder / command).mkdir()
-        found = run(words_of(command, folder / command, folder))
-        assert found.exit_code == 0, (command, found.output)
+        words = words_of(command, folder / command, folder)
+        code, output = forked.ask(lambda words=words: run(words))()
+        assert code == 0, (command, output)
         there[command] = names(folder / command)
     return folder, there
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_one_whole_result(command, made, tmp_path):
-    (made, there), start, results = made, FORK.Barrier(2), FORK.Queue()
+    (made, there), start, results = made, forked.FORK.Barrier(2), forked.FORK.Queue()
     words = words_of(command, tmp_path, made)
-    both = [FORK.Process(target=work, args=(words, start, results), daemon=True) for _ in range(2)]
-    [process.start() for process in both]
+    both = [forked.begin(work, words, start, results) for _ in range(2)]
     found = sorted(results.get(timeout=120) for _ in both)
     [process.join(60) for process in both]
     assert found[0][0] == 0, found

@@ -54,14 +54,14 @@ def embeddings_at_every_step():
 
 
 def log_sum_exp_by_a_pass():
-    """The largest probability is searched for, where a compiled kernel takes that of the likeliest token."""
+    """The largest logit and the largest probability are searched for; they are those of the likeliest token."""
     losses = import_module(NN + "losses")
 
     class Distribution(losses.Distribution):
         def __init__(self, logits, label=None, softmax=True):
             super().__init__(logits, label, softmax)
             if softmax:
-                self.lse = self.top - self.probs.amax(-1).log()
+                self.lse = self.logits.amax(-1) - self.probs.amax(-1).log()
 
     return [patch(NN + "losses.Distribution", Distribution)]
 

@@ -11,6 +11,7 @@ from ..core.provenance import without_secrets
 from ..features.extraction import extraction_options, writable_storage
 from ..models.convert import export_fp8, export_native
 from ..models.llama_cpp import check_llama_cpp, export_llama_cpp
+from ..models.serving_rules import WITHOUT_FIRST_STATE
 from ..nn.target_head import text_config, verifier_config
 from ..serve.serve_command import find_verifier, serve_command, serve_environment
 from ..serve.server import Server, print_log
@@ -54,7 +55,13 @@ def serve(
     if hidden_states is None:
         command = serve_command(checkpoint, k, method, verifier, native=native, **options)
     else:
-        n = text_config(verifier_config(checkpoint, False)).num_hidden_layers
+        config = text_config(verifier_config(checkpoint, False))
+        n = config.num_hidden_layers
+        if aux_layer_ids and 0 in aux_layer_ids and config.model_type in WITHOUT_FIRST_STATE:
+            raise ValueError(
+                f"aux_layer_ids={aux_layer_ids}: vLLM fails at the state that enters layer 0 of a verifier of "
+                f"model_type={config.model_type!r}; give layers from 1 on"
+            )
         layers = [*check_aux_layer_ids(aux_layer_ids or default_aux_layer_ids(n), n), n]
         writable_storage(hidden_states, run)
         arguments, added = extraction_options(layers, hidden_states)

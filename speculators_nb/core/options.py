@@ -284,6 +284,11 @@ def no_steps_problem(value: int) -> str | None:
     return "trains nothing; give a number of steps, or leave it out" if value == 0 else None
 
 
+def costs_problem(value: Collection[float]) -> str | None:
+    "What is wrong with the costs of steps."
+    return None if len(value) else "is empty; give the costs of steps with 0, 1, … draft tokens"
+
+
 MOONCAKE = r"mooncake://(?P<host>[\w.-]+):(?P<port>\d{1,5})(\?segment_gb=(?P<gb>\d{1,5}(\.\d+)?))?"
 
 
@@ -420,6 +425,11 @@ def _check_together(values: Mapping, command: str) -> None:
         )
     else:
         _leave_out(values, ["lora_alpha"], "has no effect without lora_rank; leave it out, or give lora_rank")
+    if get("rule") == "fly" and get("k") in (1, [1]):
+        raise ValueError(
+            f"rule='fly': looks at the tokens after a doubtful one, and k={shown(get('k'))} drafts none; draft at "
+            "least 2, or set rule=standard"
+        )
     saves, evaluates = get("save_strategy"), get("eval_strategy", "epoch")
     keeps = get("eval_share", 0) != 0 and get("load_best_model_at_end", True)
     if keeps and "save_strategy" in values and saves not in (evaluates, "best"):
@@ -482,10 +492,11 @@ def _check_together(values: Mapping, command: str) -> None:
         case "check" if get("engine") == "llama.cpp":
             _leave_out(values, ["engine_version"], "is a version of vLLM; leave it out, or set engine=vllm")
         case "export" if get("to") == "fp8":
-            _leave_out(values, ("format", "verifier"), "has no effect with to=fp8; leave it out")
+            unread = "format", "verifier", "trust_remote_code"
+            _leave_out(values, unread, "has no effect with to=fp8; leave it out")
         case "export" if get("to") is not None:
             why = "has no effect with to=llama.cpp, which reads GGUF; leave one of them out"
-            _leave_out(values, ["format"], why)
+            _leave_out(values, ["format", "trust_remote_code"], why)
             if get("verifier") is None:
                 raise ValueError(
                     "verifier=None: name the GGUF file that llama.cpp serves; the drafter is given its tokenizer"
@@ -805,6 +816,16 @@ IN = {
     "experiment.max_new_tokens": whole(160, 1, MOST_TOKENS),
     "experiment.features": path("output/features"),
     "experiment.heldout": path("output/prepared"),
+    # arguments from Python
+    **each(whole, {"NgramDrafter.min_n": 1, "NgramDrafter.max_n": 5, "tolerant.accept_k": 1}, low=1),
+    **each(whole, {"fly.entropy_top_k": 3, "batch_verify.batch": 8, "reliability_table.bins": 10}, low=1),
+    **each(whole, {"LengthByRates.memory": 50, "LengthByRates.every": 10}, low=1),
+    "fly.window_size": whole(6, 1, none=True),
+    "SuffixDrafter.depth": whole(24, 2),
+    "SuffixDrafter.max_requests": whole(10_000, 0),
+    "SuffixDrafter.factor": number(1.0, low=0),
+    "SuffixDrafter.min_prob": number(0.1, low=0, high=1),
+    "LengthByRates.costs": several(number(1.0, above=0), [1.0, 1.1, 1.2], test=costs_problem),
     **{f"experiment.{name}": mapping({"max_steps": 100}) for name in ("settings", "grid", "common")},
 }
 

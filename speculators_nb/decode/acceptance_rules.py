@@ -7,8 +7,8 @@ Those marked lossless are proved to keep the verifier's output distribution."""
 __all__ = ['RULES', 'SIBLINGS', 'Choices', 'flip', 'draw', 'walk', 'child_with', 'one_hot', 'Decision', 'Rule', 'path_of',
            'last_row', 'before', 'follow', 'greedy', 'strict', 'residual_probs', 'drafted_from', 'chances',
            'rejection_sampling', 'traversal_chances', 'post_order', 'stop_at_first', 'traversal', 'block', 'typical',
-           'top_entropy', 'accepted_behind', 'fly', 'synthetic', 'lenient', 'tolerant', 'outcomes', 'exact',
-           'sibling_probs', 'Draft', 'rows_of', 'drafts', 'emitted', 'continued', 'tokens_per_step']
+           'top_entropy', 'accepted_behind', 'fly_window', 'fly', 'synthetic', 'lenient', 'tolerant', 'outcomes',
+           'exact', 'sibling_probs', 'Draft', 'rows_of', 'drafts', 'emitted', 'continued', 'tokens_per_step']
 
 # %% ../../nbs/decode/02_acceptance_rules.ipynb #d7bbf3d4
 import functools
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..core.options import check_options
 from .tree import TokenTree, draw_tokens, fetch, long_tensor
 
 # %% ../../nbs/decode/02_acceptance_rules.ipynb #6d7b2a04
@@ -391,19 +392,24 @@ def accepted_behind(
     return next_rejected - place[1:]
 
 
+def fly_window(
+    draft_tokens: int | Tensor,  # how many are drafted, at least 2
+) -> Tensor:  # [] int64
+    "vLLM's window: all tokens behind the first one, at most 6."
+    return torch.as_tensor(draft_tokens - 1).clamp(1, 6)
+
+
 def fly(
-    window_size: int | None = None,  # tokens; None: all behind the first one, at most 6
+    window_size: int | None = None,  # tokens; None: `fly_window` of the draft
     entropy_threshold: float = 0.3,  # nats; inf: the standard rule
     entropy_top_k: int = 3,  # likeliest tokens that count for the entropy
 ) -> Rule:
     """FLy (2511.22972) for chains, as vLLM 0.33 has it. Errors: ValueError for a window or a
-    number of tokens below 1, a negative threshold, and a tree with branches."""
-    window_is_wrong = window_size is not None and window_size < 1
-    if window_is_wrong or entropy_top_k < 1 or not entropy_threshold >= 0:
-        raise ValueError(
-            f"fly_window_size={window_size} and fly_entropy_top_k={entropy_top_k} must be at "
-            f"least 1 and fly_entropy_threshold={entropy_threshold} not negative"
-        )
+    number of tokens that is no whole one from 1 on, a negative threshold, and a tree with
+    branches."""
+    check_options(dict(window_size=window_size, entropy_top_k=entropy_top_k), "fly")
+    if not entropy_threshold >= 0:
+        raise ValueError(f"entropy_threshold={entropy_threshold}: must not be negative")
 
     def on_device(tree, target_probs, generator=None, raw_probs=None) -> Decision:
         if not tree.is_chain:
@@ -415,7 +421,7 @@ def fly(
         left = target_probs.double().clone()
         accepted = flip(chances(tree, left), generator)
         real = torch.ones_like(accepted) if tree.real is None else tree.real
-        window = window_size or (real.sum() - 1).clamp(1, 6)
+        window = fly_window(real.sum()) if window_size is None else window_size
         in_doubt = top_entropy(raw, entropy_top_k) >= entropy_threshold
         possible = raw.gather(1, tree.tokens[:, None])[:, 0] > 0
         forgiven = in_doubt & possible & (accepted_behind(accepted) >= window)
@@ -466,11 +472,9 @@ def tolerant(
 ) -> Rule:
     """Greedy acceptance with slack, of tokens that the verifier does not rule out; the next
     token is its argmax. Errors: ValueError for k < 1 or a negative tolerance."""
-    if accept_k < 1 or not tolerance >= 0:
-        raise ValueError(
-            f"verifier_accept_k={accept_k} must be at least 1 and accept_tolerance={tolerance} "
-            "not negative"
-        )
+    check_options(dict(accept_k=accept_k), "tolerant")
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance={tolerance}: must not be negative")
     about = f"among the {accept_k} likeliest, or within {tolerance} of the best"
     if accept_k == 1 and tolerance == 0:  # of equal tokens the first alone
         return Rule(greedy, True, about)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..core.options import check_options
-from .acceptance_rules import RULES, Rule, fly
+from .acceptance_rules import RULES, Rule, fly, fly_window
 from speculators_nb.decode.step import (
     Generation,
     Looked,
@@ -236,7 +236,7 @@ def generate(
     given = dict(max_new_tokens=max_new_tokens, k=k, rule=rule, record=record)
     check_options(given | dict(kv_cache=kv_cache))
     if rule == "fly" and isinstance(k, int):  # vLLM's window, also for shorter drafts
-        rule = fly(max(1, min(6, k - 1)))
+        rule = fly(int(fly_window(k)))
     elif isinstance(rule, str):
         rule = RULES[rule]
     sampling = Sampling() if sampling is None else sampling

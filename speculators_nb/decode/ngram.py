@@ -10,6 +10,7 @@ __all__ = ['lookup', 'FirstPlaces', 'NgramDrafter']
 import torch
 from torch import Tensor
 
+from ..core.options import check_options
 from .tree import Sampling, TokenTree
 
 # %% ../../nbs/decode/05_ngram.ipynb #caadaa44
@@ -90,8 +91,9 @@ class NgramDrafter:
         min_n: int = 1,  # shortest suffix to look for, >= 1
         max_n: int = 5,  # longest suffix to look for
     ):
-        if not 1 <= min_n <= max_n:
-            raise ValueError(f"min_n={min_n}, max_n={max_n}: need 1 <= min_n <= max_n")
+        check_options(dict(min_n=min_n, max_n=max_n), "NgramDrafter")
+        if min_n > max_n:
+            raise ValueError(f"min_n={min_n}: must be at most max_n={max_n}; lower it")
         self.min_n, self.max_n = min_n, max_n
         self.reset()
 

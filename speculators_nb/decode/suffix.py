@@ -9,6 +9,7 @@ __all__ = ['SuffixDrafter']
 # %% ../../nbs/decode/07_suffix.ipynb #2f7cf731
 from torch import Tensor
 
+from ..core.options import check_options
 from .suffix_index import SuffixIndex
 from .tree import Sampling, TokenTree
 
@@ -29,14 +30,8 @@ class SuffixDrafter:
         min_prob: float = 0.1,  # that all tokens up to the last one are right
     ):
         "Errors: ValueError naming the parameter."
-        valid = dict(
-            max_cached_requests=(max_requests, max_requests >= 0),
-            max_spec_factor=(factor, factor >= 0),
-            min_token_prob=(min_prob, 0 <= min_prob <= 1),
-        )
-        for name, (value, ok) in valid.items():
-            if not ok:
-                raise ValueError(f"suffix decoding: {name}={value} is out of range")
+        given = dict(max_requests=max_requests, factor=factor, min_prob=min_prob)
+        check_options(given, "SuffixDrafter")
         self.answers = SuffixIndex(depth)
         self.max_requests = max_requests
         self.factor = factor

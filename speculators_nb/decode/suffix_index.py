@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ..core.options import check_options
+
 # %% ../../nbs/decode/06_suffix_index.ipynb #suff0001
 class Followers:
     """Counts of the tokens that followed, and which of the most frequent is first in the order
@@ -130,10 +132,7 @@ class SuffixIndex:
     most_places = 64  # of a part that is not split
 
     def __init__(self, depth: int = 24):  # match and continuation together are at most so long
-        if depth < 2:
-            raise ValueError(
-                f"max_tree_depth={depth} must be at least 2: a match and a token after it"
-            )
+        check_options(dict(depth=depth), "SuffixDrafter")  # a match and a token after it
         self.depth = depth
         self.started = 0
         self.ends: dict[int, int] = {}  # sequence, oldest first -> its last place; -1: empty

@@ -100,7 +100,7 @@ class Examination:
     @cached_property
     def state(self) -> dict[str, torch.Tensor]:
         "The stored tensors."
-        return stored_state(self.sources.drafter, None)
+        return stored_state(self.sources.drafter, quiet=True)
 
     @cached_property
     def drafter(self) -> Any:

@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..core.options import check_options
 from ..core.plot import new_axes
 from ..verifier.tapped_model import Verifier
 from .acceptance import check_measurement, decode_prompts
@@ -58,7 +59,10 @@ def within_text(accepted: Tensor, written: Tensor, k: int) -> Tensor:
 
 def reliability_table(forecast: Tensor, happened: Tensor, bins: int = 10) -> pd.DataFrame:
     """Forecasts (probabilities of any shape) beside what happened, [same shape]: forecast, accepted, n of each bin that
-    is not empty; bins are of equal width."""
+    is not empty; bins are of equal width. Errors: ValueError for no forecast."""
+    check_options(dict(bins=bins), "reliability_table")
+    if not forecast.numel():
+        raise ValueError("forecast is empty: there is nothing to measure")
     forecast, happened = forecast.flatten(), happened.flatten().float()
     bin_of = (forecast * bins).long().clamp_max(bins - 1)
     table = pd.DataFrame(dict(bin=bin_of, forecast=forecast, accepted=happened))

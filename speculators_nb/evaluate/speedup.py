@@ -10,6 +10,7 @@ __all__ = ['lengths', 'step_costs', 'speedups', 'best_gamma', 'experts_read', 'p
 
 # %% ../../nbs/evaluate/03_speedup.ipynb #9f81496c
 from collections.abc import Mapping, Sequence
+from numbers import Integral
 from statistics import median
 from typing import Any
 
@@ -43,6 +44,7 @@ def step_costs(
 ) -> list[float]:  # with 0, 1, … k draft tokens, in plain passes
     """What a step costs on average. Errors: ValueError where `verify` has fewer than k+1 costs,
     or `proposed` fewer than k shares."""
+    check_options(dict(k=k))
     verify = [1.0] * (k + 1) if verify is None else verify
     if len(verify) <= k:
         raise ValueError(
@@ -69,7 +71,9 @@ def speedups(
     prompt: float = 0.0,  # share of plain decoding's time that reads the prompt
 ) -> list[float]:  # with 0, 1, 2, … draft tokens
     """Expected speed-up over plain decoding (2211.17192, theorem 3.8, with a measured
-    verifier). Errors: as of `step_costs`."""
+    verifier). Errors: as of `step_costs`, and ValueError for no lengths."""
+    if not len(lengths):
+        raise ValueError("lengths is empty: give tokens a step with 0, 1, 2, … draft tokens")
     costs = step_costs(len(lengths) - 1, cost, verify, parallel, proposed)
     times = [prompt + (1 - prompt) * step / tokens for step, tokens in zip(costs, lengths)]
     return [1 / time for time in times]
@@ -78,7 +82,9 @@ def speedups(
 def best_gamma(
     speeds: Sequence[float],  # with 0, 1, 2, … draft tokens, from `speedups`
 ) -> int:  # how many draft tokens are fastest, the smallest such number; 0: do not speculate
-    "Where the curve is highest."
+    "Where the curve is highest. Errors: ValueError for no speeds, or one that is NaN."
+    if not len(speeds) or any(speed != speed for speed in speeds):
+        raise ValueError(f"speeds={list(speeds)}: give a number for 0, 1, 2, … draft tokens")
     return max(range(len(speeds)), key=lambda n: speeds[n])
 
 # %% ../../nbs/evaluate/03_speedup.ipynb #5bee0002
@@ -103,6 +109,8 @@ def pass_cost(
     caches: float = 0.0,  # to read the caches of all requests, in passes over one token
 ) -> float:  # in passes over one token
     "How long a pass takes on a machine that reads and computes at the same time."
+    if not ridge > 0:
+        raise ValueError(f"ridge={ridge}: must be greater than 0")
     union = experts_read(tokens, experts, active) / active
     return max(1 - expert_share + expert_share * union + caches, tokens / ridge)
 
@@ -117,6 +125,7 @@ def batch_verify(
     cache: float = 0.0,  # to read that of one request, in passes over one token
 ) -> list[float]:  # of 1, 2, … k+1 tokens a request, in the batch's plain passes
     "`verify` of `speedups` at a batch size."
+    check_options(dict(k=k, batch=batch), "batch_verify")
     costs = [
         pass_cost(batch * n, ridge, expert_share, experts, active, batch * cache)
         for n in range(1, k + 2)
@@ -128,8 +137,13 @@ def draft_schedule(
     best: Mapping[int, int],  # batch size -> draft tokens, from `best_gamma`; sizes from 1 on
 ) -> dict[str, Any]:  # fields of vLLM's --speculative-config; {}: drafting pays nowhere
     """The number of draft tokens, and where it changes with the batch size the ranges. Errors:
-    ValueError for no size, a size below 1, or a negative number of tokens."""
-    if not best or min(best) < 1 or min(best.values()) < 0:
+    ValueError for no size, a size below 1, a negative number of tokens, and fractions."""
+    if (
+        not best
+        or not all(isinstance(n, Integral) for n in (*best, *best.values()))
+        or min(best) < 1
+        or min(best.values()) < 0
+    ):
         raise ValueError(
             f"best={dict(best)}: give draft tokens, 0 or more, for batch sizes from 1 on"
         )

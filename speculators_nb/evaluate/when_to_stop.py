@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 
+from ..core.options import check_options
 from ..decode.generate import NoDrafter, feature_columns, generate
 from ..decode.step import Generation, Step
 from ..decode.tree import GreedyWithProbs, Sampling, TokenTree
@@ -93,6 +94,7 @@ class FixedLength:
     "The same number of draft tokens in each step."
 
     def __init__(self, k: int):
+        check_options(dict(k=k))
         self.k = k
 
     def length(self, logits) -> int:
@@ -112,6 +114,7 @@ class LengthByRates:
         costs: Sequence[float],  # of a step with 0, 1, … k draft tokens, from `step_costs`
         memory: int = 50,  # steps after which a count has lost 63 %
     ):
+        check_options(dict(costs=costs, memory=memory), "LengthByRates")
         self.costs = np.asarray(costs)
         self.tried, self.kept = np.zeros((2, len(costs) - 1))
         self.decay = 1 - 1 / memory
@@ -154,6 +157,7 @@ class LengthByConfidence:
         memory: int = 50,  # of the rates
         every: int = 10,  # steps between two fits
     ):
+        check_options(dict(every=every), "LengthByRates")
         self.counted = LengthByRates(costs, memory)
         self.parallel, self.every, self.steps = parallel, every, 0
         self.most = len(costs) - 1  # tokens of a draft

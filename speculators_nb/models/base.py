@@ -79,14 +79,18 @@ def stored_config(path: str | os.PathLike | None, config: Any = None) -> Specula
 
 
 def stored_state(
-    path: str | os.PathLike, use_safetensors: bool | None = None, dtype: torch.dtype | None = None
+    path: str | os.PathLike,
+    use_safetensors: bool | None = None,
+    dtype: torch.dtype | None = None,
+    quiet: bool = False,
 ) -> Tensors:
     """The tensors of a drafter (folder or hub id); `use_safetensors=False`: of pytorch_model.bin, read as data.
-    Quantised weights are made whole in `dtype` (`whole_weights`). Errors: FileNotFoundError, ValueError."""
+    Quantised weights are made whole in `dtype`, which is logged unless `quiet` (`whole_weights`). Errors:
+    FileNotFoundError, ValueError."""
     if use_safetensors is False:
         return pickled_tensors(model_file(path, "pytorch_model.bin"))
     folder = resolve_checkpoint(path)
-    return whole_weights(read_state(folder), stored_quantization(folder), path, dtype)
+    return whole_weights(read_state(folder), stored_quantization(folder), path, dtype, quiet)
 
 
 def requested_dtype(dtype: torch.dtype | str | None, state: Tensors | None = None) -> torch.dtype | None:

@@ -22,7 +22,7 @@ from speculators_nb.models.serving_rules import (
     Rule,
     first_proposal,
     layer_of,
-    layers_exist,
+    layers_returned,
     reaches_as_far,
     rope_as_trained,
     short_window,
@@ -225,6 +225,6 @@ BLOCK_RULES: tuple[Rule, ...] = (
     rope_as_trained,
     no_longrope,
     window_covers_block,
-    layers_exist("aux_hidden_state_layer_ids"),
+    layers_returned("aux_hidden_state_layer_ids"),
     reaches_as_far,
 )

@@ -40,7 +40,7 @@ from speculators_nb.models.serving_rules import (
     as_latent_attention_is_served,
     known_layer_family,
     layer_of,
-    layers_exist,
+    layers_returned,
     one_kind_of_attention,
     reaches_as_far,
     rope_as_trained,
@@ -491,7 +491,7 @@ EAGLE3_RULES: tuple[Rule, ...] = (
     one_kind_of_attention("vLLM keeps one cache for all draft layers"),
     rope_as_trained,
     no_output_bias,
-    layers_exist("eagle_aux_hidden_state_layer_ids"),
+    layers_returned("eagle_aux_hidden_state_layer_ids"),
     reaches_as_far,
 )
 

@@ -110,6 +110,7 @@ def whole_weights(
     quantization: dict[str, Any],  # of `stored_quantization`
     source: str | os.PathLike,  # for messages
     dtype: torch.dtype | None = None,  # of what was quantised; None: that of what was not
+    quiet: bool = False,  # they are looked at and not used: nothing is logged
 ) -> Tensors:  # without scales
     """Quantised weights multiplied by their scales in float32 and rounded once; all else as it is. Errors: ValueError
     for another quantisation, a scale that is missing, of another shape, or not finite."""
@@ -146,7 +147,8 @@ def whole_weights(
         )
     if not whole:  # numbers of another kind, which who reads them refuses
         return tensors
-    log.warning("%s: %d weights are stored quantised, and read as %s", source, len(whole), dtype)
+    if not quiet:
+        log.warning("%s: %d weights are stored quantised, and read as %s", source, len(whole), dtype)
     return left | whole
 
 

@@ -156,14 +156,25 @@ def written(*fields: str, why: str, none_counts: bool = True) -> Rule:
     return rule
 
 
-def layers_exist(field: str) -> Rule:  # of config.json: layers of the verifier that are read
-    "A rule: the layers that are read are layers of the verifier."
+# Verifiers of which vLLM (0.32, deepseek_v2.py) returns a layer's input plus its residual: before layer 0 there is none
+WITHOUT_FIRST_STATE = ("deepseek_v2", "deepseek_v3", "kimi_k2")
+
+
+def layers_returned(field: str) -> Rule:  # of config.json: layers of the verifier that are read
+    "A rule: the verifier has the layers that are read, and vLLM returns their states."
 
     def rule(raw, verifier=None):
         ids = raw.get(field)
-        if verifier is None or not ids or max(ids) <= verifier.num_hidden_layers:
+        if verifier is None or not ids:
             return []
-        return [f"{field}={ids}, but the verifier has {verifier.num_hidden_layers} layers"]
+        if max(ids) > verifier.num_hidden_layers:
+            return [f"{field}={ids}, but the verifier has {verifier.num_hidden_layers} layers"]
+        if 0 in ids and verifier.model_type in WITHOUT_FIRST_STATE:
+            return [
+                f"{field}={ids}: vLLM fails at the state that enters layer 0 of a verifier of "
+                f"model_type={verifier.model_type!r}; train with layers from 1 on"
+            ]
+        return []
 
     return rule
 

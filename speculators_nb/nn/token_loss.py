@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from .compiled import compiled_on_cuda, is_compiled_for
 from speculators_nb.nn.losses import (
-    LOW_PRECISION,
     Distribution,
     HeadLoss,
     RowWeight,
@@ -41,9 +40,7 @@ def score_tokens(
     [n, V] in the dtype of the logits."""
     q = Distribution(logits)
     of_token = q.logits.gather(-1, tokens[:, None])
-    losses, correct = q.lse - of_token[:, 0], of_token[:, 0] >= q.top
-    if logits.dtype in LOW_PRECISION:  # the first of equal logits is drafted
-        correct = q.argmax == tokens
+    losses, correct = q.lse - of_token[:, 0], q.argmax == tokens
     if not want_grad:
         return losses, correct, None
     grad = q.probs - one_hot(tokens, q.probs).to(q.probs.dtype)

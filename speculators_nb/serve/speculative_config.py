@@ -25,7 +25,7 @@ from ..core.config import check_field_types
 from ..core.files import NotSupported, read_object
 from ..core.options import MOST_DRAFTED, shown
 from ..core.registry import ReloadableBaseModel
-from ..decode.acceptance_rules import RULES, Rule, fly, synthetic
+from ..decode.acceptance_rules import RULES, Rule, fly, fly_window, synthetic
 from ..decode.draft_model import DraftModel
 from ..decode.generate import Generation, HiddenStates, generate
 from ..decode.ngram import NgramDrafter
@@ -172,7 +172,7 @@ class SpeculativeConfig(ReloadableBaseModel):
     enable_adaptive_verification: bool = False
     "Verify fewer draft tokens where the draft is not confident (made for dspark)."
     fly_window_size: int | None = Field(default=None, ge=1)
-    "fly: accepted tokens that must follow a doubtful one. None: 6, or all that can follow."
+    "fly: accepted tokens that must follow a doubtful one. None: all behind the first one, at most 6."
     fly_entropy_threshold: float = Field(default=0.3, ge=0)
     "fly: the verifier's least entropy for a doubtful token to be accepted."
     fly_entropy_top_k: int = Field(default=3, ge=1)
@@ -834,7 +834,7 @@ def _complete_rates(config: SpeculativeConfig):
 def _complete_fly(config: SpeculativeConfig):
     "FLy's window (arXiv 2511.22972)."
     if config.verification == "fly" and config.fly_window_size is None:
-        config.fly_window_size = min(6, (config.num_speculative_tokens or 0) - 1)
+        config.fly_window_size = int(fly_window(config.num_speculative_tokens or 0))
 
 
 def _complete_devices(config: SpeculativeConfig):

@@ -133,7 +133,7 @@ def _field_problems(config: dict[str, Any]) -> Iterator[str]:
 def _tensor_problems(folder: Path, model: SpeculatorModel, raw: dict[str, Any]) -> Iterator[str]:
     "Names, shapes, dtypes and values of the stored tensors, against the model that the config describes."
     try:
-        state, names = stored_state(folder), checkpoint_index(folder)
+        state, names = stored_state(folder, quiet=True), checkpoint_index(folder)
     except (FileNotFoundError, ValueError) as e:
         yield str(e)
         return

@@ -320,6 +320,12 @@ TOGETHER = [  # (name, line after the command's own, what must be answered)
     ),
     (
         "evaluate",
+        "a window of nothing",
+        "--rule fly --k 1",
+        "rule='fly': looks at the tokens after a doubtful one, and k=\\[1\\] drafts none; draft at least 2",
+    ),
+    (
+        "evaluate",
         "a filter of greedy decoding",
         "--top-p 0.9",
         "top_p=0.9: has no effect with temperature=None, which is greedy; leave it out, or set temperature=1",
@@ -359,6 +365,18 @@ TOGETHER = [  # (name, line after the command's own, what must be answered)
         "a drafter of another method",
         "--method dflash --verifier {verifier}",
         "method='dflash': .* is a drafter of type eagle3, which vLLM serves as method=eagle3; leave method out",
+    ),
+    (
+        "export",
+        "code of no verifier",
+        "--to fp8 --trust-remote-code",
+        "trust_remote_code=True: has no effect with to=fp8",
+    ),
+    (
+        "export",
+        "code of a GGUF",
+        "--to llama.cpp --verifier {here}/v.gguf --trust-remote-code",
+        "trust_remote_code=True: has no effect with to=llama.cpp, which reads GGUF; leave one of them out",
     ),
     ("serve", "layers for nothing", "--aux-layer-ids 1", "aux_layer_ids=\\[1\\]: has no effect without hidden_states"),
     (

@@ -10,18 +10,30 @@ from speculators_nb.cli.data_commands import device_of
 from speculators_nb.cli.drafter_commands import compare
 from speculators_nb.cli.drafter_commands import evaluate as evaluate_step
 from speculators_nb.cli.serving import serve
-from speculators_nb.decode.acceptance_rules import lenient, synthetic, tolerant
+from speculators_nb.decode.acceptance_rules import fly, lenient, synthetic, tolerant
 from speculators_nb.decode.generate import generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.suffix import SuffixDrafter
 from speculators_nb.decode.tree import Sampling, TokenTree
 from speculators_nb.evaluate.acceptance import acceptance_table, bootstrap, evaluate
+from speculators_nb.evaluate.calibration import expected_calibration_error, reliability_table
 from speculators_nb.evaluate.comparison import compare_runs, evaluate_as_engine
 from speculators_nb.evaluate.cost import draft_cost, verifier_cost
 from speculators_nb.evaluate.engine import EngineEvaluation, evaluate_engine
 from speculators_nb.evaluate.guidellm import guidellm_command, read_report
 from speculators_nb.evaluate.prompts import UNFILLED, read_prompts
-from speculators_nb.evaluate.speedup import draft_schedule, experts_read, measured_speedup, speedups, verify_costs
+from speculators_nb.evaluate.speedup import (
+    batch_verify,
+    best_gamma,
+    draft_schedule,
+    experts_read,
+    measured_speedup,
+    pass_cost,
+    speedups,
+    step_costs,
+    verify_costs,
+)
+from speculators_nb.evaluate.when_to_stop import FixedLength, LengthByConfidence, LengthByRates
 from speculators_nb.lab.experiment import measure_heldout, settings, train_equally
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.convert import convert, detect, export_native
@@ -34,6 +46,7 @@ from speculators_nb.verifier.tapped_model import Verifier, check_aux_layer_ids, 
 from .harness import GOOD, RELEASE, ROOT, Case
 
 INF, NAN = float("inf"), float("nan")
+HALF = torch.tensor([0.5])
 # 64 tokens, 64 positions
 TARGET = Verifier.from_pretrained(str(GOOD["verifier"]), [1, 2, 3])
 
@@ -104,6 +117,7 @@ ARGUMENTS = {  # arguments of generate -> what must be answered
     "rule: unknown": (dict(rule="typcial"), "rule='typcial': is not known; choose standard.*Did you mean typical"),
     "rule: a number": (dict(rule=3), "rule=3: is no word; choose standard"),
     "rule: nothing": (dict(rule=None), "rule=None: is missing"),
+    "rule: FLy of one token": (dict(rule="fly", k=1), "rule='fly': looks at .*k=1 drafts none; draft at least 2"),
     "record: negative": (dict(record=-1), "record=-1: must be at least 0"),
     "record: true": (dict(record=True), "record=True: must be a whole number"),
     "prompt: empty": (dict(prompt=[]), "prompt_ids is empty: the verifier needs at least one token|floating"),
@@ -203,14 +217,42 @@ OF_NAN = {
     "mtp": "mtp_layers.0.final_layernorm.weight",
 }
 MAKERS = {
-    "NgramDrafter: none": (lambda: NgramDrafter(0, 3), "min_n=0, max_n=3: need 1 <= min_n <= max_n"),
-    "NgramDrafter: crossed": (lambda: NgramDrafter(5, 3), "min_n=5, max_n=3"),
-    "SuffixDrafter: no depth": (lambda: SuffixDrafter(1), "max_tree_depth=1 must be at least 2"),
+    "NgramDrafter: none": (lambda: NgramDrafter(0, 3), "min_n=0: must be at least 1"),
+    "NgramDrafter: crossed": (lambda: NgramDrafter(5, 3), "min_n=5: must be at most max_n=3; lower it"),
+    "NgramDrafter: a fraction": (lambda: NgramDrafter(1.5), "min_n=1.5: must be a whole number, e.g. 1"),
+    "NgramDrafter: NaN": (lambda: NgramDrafter(1, NAN), "max_n=nan: must be a whole number, e.g. 5"),
+    "SuffixDrafter: no depth": (lambda: SuffixDrafter(1), "depth=1: must be at least 2"),
+    "SuffixDrafter: a fraction": (lambda: SuffixDrafter(depth=2.5), "depth=2.5: must be a whole number, e.g. 24"),
+    "SuffixDrafter: half a request": (lambda: SuffixDrafter(max_requests=0.5), "max_requests=0.5: must be a whole"),
+    "SuffixDrafter: any number of tokens": (lambda: SuffixDrafter(factor=INF), "factor=inf: must be finite"),
+    "SuffixDrafter: NaN": (lambda: SuffixDrafter(min_prob=NAN), "min_prob=nan: must be finite"),
+    "fly: a fraction": (lambda: fly(1.5), "window_size=1.5: must be a whole number, e.g. 6"),
+    "fly: NaN": (lambda: fly(2, NAN), "entropy_threshold=nan: must not be negative"),
+    "fly: a fraction of tokens": (lambda: fly(2, 0.3, 2.5), "entropy_top_k=2.5: must be a whole number"),
+    "tolerant: a fraction": (lambda: tolerant(1.5), "accept_k=1.5: must be a whole number"),
+    "best_gamma: no speeds": (lambda: best_gamma([]), "speeds=\\[\\]: give a number for 0, 1, 2"),
+    "best_gamma: NaN": (lambda: best_gamma([1, NAN]), "speeds=\\[1, nan\\]: give a number for 0, 1, 2"),
+    "speedups: no lengths": (lambda: speedups([], 0.1), "lengths is empty: give tokens a step"),
+    "step_costs: a fraction": (lambda: step_costs(1.5, 0.1), "k=1.5: must be a whole number"),
+    "batch_verify: a fraction": (lambda: batch_verify(1.5, 1, 10), "k=1.5: must be a whole number"),
+    "batch_verify: no requests": (lambda: batch_verify(3, 0, 10), "batch=0: must be at least 1"),
+    "pass_cost: no ridge": (lambda: pass_cost(1, 0), "ridge=0: must be greater than 0"),
+    "draft_schedule: a fraction": (lambda: draft_schedule({1: 2.5}), "best=\\{1: 2.5\\}: give draft tokens"),
+    "FixedLength: a fraction": (lambda: FixedLength(1.5), "k=1.5: must be a whole number"),
+    "LengthByRates: no costs": (lambda: LengthByRates([]), "costs=\\[\\]: is empty; give the costs of steps"),
+    "LengthByRates: NaN": (lambda: LengthByRates([1, NAN]), "costs=\\[1, nan\\]: must be finite"),
+    "LengthByRates: no memory": (lambda: LengthByRates([1, 1.1], 0), "memory=0: must be at least 1"),
+    "LengthByConfidence: never": (lambda: LengthByConfidence([1, 1.1], every=0), "every=0: must be at least 1"),
+    "reliability_table: no bins": (lambda: reliability_table(HALF, HALF, 0), "bins=0: must be at least 1"),
+    "expected_calibration_error: nothing": (
+        lambda: expected_calibration_error(HALF[:0], HALF[:0]),
+        "forecast is empty: there is nothing to measure",
+    ),
     "lenient: 0": (lambda: lenient(0), "accept_lenience=0 must lie in"),
     "lenient: NaN": (lambda: lenient(NAN), "accept_lenience=nan must lie in"),
-    "tolerant: nobody": (lambda: tolerant(0), "verifier_accept_k=0 must be at least 1"),
-    "tolerant: negative": (lambda: tolerant(1, -1.0), "accept_tolerance=-1.0 not negative"),
-    "tolerant: NaN": (lambda: tolerant(1, NAN), "accept_tolerance=nan"),
+    "tolerant: nobody": (lambda: tolerant(0), "accept_k=0: must be at least 1"),
+    "tolerant: negative": (lambda: tolerant(1, -1.0), "tolerance=-1.0: must not be negative"),
+    "tolerant: NaN": (lambda: tolerant(1, NAN), "tolerance=nan: must not be negative"),
     "synthetic: rising": (
         lambda: synthetic([0.1, 0.5]),
         "rates \\[0.1, 0.5\\] must lie in \\[0, 1\\] and not increase",

@@ -7,6 +7,7 @@ succeeds and its report matches `expect`."""
 
 import contextlib
 import functools
+import importlib
 import json
 import os
 import re
@@ -165,6 +166,8 @@ def run(case: Case, first: Callable[[], object] = lambda: None) -> Outcome:
         pid = os.fork()
         if not pid:
             try:
+                if "torch" in sys.modules:  # a light case has not imported it
+                    importlib.import_module("forked").without_cuda()
                 quiet = os.open(os.devnull, os.O_WRONLY)
                 os.dup2(quiet, 1), os.dup2(quiet, 2)
                 limit = _kilobytes("VmSize") * 1024 + MEMORY
