@@ -389,6 +389,20 @@ def test_ranks_append_to_one_file_and_never_mix_settings(tmp_path):
     assert (again.report["written"], again.report["kept"]) == (0, 5)
 
 
+def test_what_is_nested_too_deep_to_be_written_is_one_failure(tmp_path):
+    arguments: dict = {}
+    for _ in range(2000):
+        arguments = {"a": arguments}
+    with Journal(tmp_path / "x.jsonl", {}) as journal:
+        for key, value in (("a", arguments), ("b", {})):
+            replay = Replay({"id": key, "messages": [say("user", "1")]})
+            calls = [{"type": "function", "function": {"name": "f", "arguments": value}}]
+            replay.add_answer([1], [2], say("assistant", tool_calls=calls), "tool_calls")
+            journal.write(replay)
+    assert dict(journal.report["failed"]) == {"lists or objects are nested too deep": 1}
+    assert [row["primary_id"] for row in read_regenerated(tmp_path / "x.jsonl")] == ["b"]
+
+
 def test_reports_of_shares_are_added():
     report, other = Report(), Report()
     for key in "abc":

@@ -73,6 +73,7 @@ class Made(NamedTuple):
     error: BadRow | None = None  # why there is no row at all
     control: dict[str, int] = {}  # control token -> first message that spells it
     omitted: dict[str, int] = {}  # what is in no row, or not trained -> first such message
+    primary_id: str | None = None  # of the conversation that it is a part of, if it is
 
 
 class Located(list):
@@ -81,12 +82,14 @@ class Located(list):
 
 def _usable(row, vocab_size):
     """What is used of a conversation, in one spelling: "messages" and "tools" (and pictures), or "input_ids" and
-    "loss_mask"; and "domain". BadRow: it cannot be used."""
+    "loss_mask", and "primary_id" of one that is a part of another; and "domain". BadRow: it cannot be used."""
     if isinstance(row, BadRow):
         raise row
     domain = {"domain": name} if (name := domain_of(row)) else {}
     if row.get("input_ids") is not None:
-        return dict(zip(("input_ids", "loss_mask"), ready_row(row, vocab_size))) | domain
+        ids, mask = ready_row(row, vocab_size)
+        whole = row.get("primary_id")  # as `regenerate` and upstream's regeneration write it
+        return {"input_ids": ids, "loss_mask": mask, "primary_id": whole if isinstance(whole, str) else None} | domain
     pictures = {k: row[k] for k in ("images", "image") if row.get(k) is not None}
     return {"messages": normalize(row), "tools": tools_of(row), **pictures} | domain
 
@@ -194,6 +197,7 @@ def _made(row, encoded, template, settings) -> Made:
         encoded.partial,
         control=control,
         omitted=encoded.omitted if rows else {},
+        primary_id=row.get("primary_id"),
     )
 
 
@@ -371,11 +375,13 @@ class RowSpool:
         self.file = file
         self.writer = pa.ipc.new_file(self.file, SPOOLED.arrow_schema)
         self.counts = array("q")  # rows of each conversation
+        self.wholes = array("q")  # of each conversation: a number that the parts of one have in common
         self.lengths = array("q")  # tokens of each row
         self.nbytes, self.pictures, self.tools = 0, False, False  # rows with messages, tools
 
-    def append(self, rows: list[tuple]) -> None:
-        "Add the rows of a conversation; with pictures also its messages and tools. OSError: the disk is full."
+    def append(self, rows: list[tuple], primary_id: str | None = None) -> None:
+        """Add the rows of a conversation, or of a part of that with this identity; with pictures also its messages and
+        tools. OSError: the disk is full."""
         more = [row[2:] or ([], None) for row in rows]
         self.pictures |= any(len(row) > 2 for row in rows)
         self.tools |= any(tools for _, tools in more)
@@ -384,6 +390,7 @@ class RowSpool:
         columns = arrow_columns([row[:2] for row in rows])
         batch = pa.record_batch([*columns, *texts], schema=SPOOLED.arrow_schema)
         self.writer.write_batch(batch)
+        self.wholes.append(len(self.counts) if primary_id is None else hash(primary_id))
         self.counts.append(len(rows))
         self.lengths.extend(len(ids) for ids, *_ in rows)
         self.nbytes += batch.nbytes
@@ -442,6 +449,19 @@ class Result(NamedTuple):
                 yield {"prompt": prompt}
 
 
+def _split(wholes, settings) -> tuple[np.ndarray, int]:
+    """The order of conversations, those for training first, and how many at its end are held out. Those of one number
+    in `wholes` [conversations] stay together: what one of them teaches, another would be measured on."""
+    _, firsts, group = np.unique(wholes, return_index=True, return_inverse=True)
+    n = len(firsts)
+    order = np.random.default_rng([settings.seed, 1]).permutation(n) if settings.shuffle else np.arange(n)
+    place_of = np.empty(n, np.int64)
+    place_of[firsts.argsort()[order]] = np.arange(n)
+    places = place_of[group]
+    held_out = min(max(1, round(n * settings.val_fraction)), n - 1) if settings.val_fraction else 0
+    return places.argsort(kind="stable"), int(np.count_nonzero(places >= n - held_out))
+
+
 def run_pipeline(
     data,  # a source, as `sources.located` takes it
     encoder: Encoder,  # how rows are made
@@ -460,7 +480,7 @@ def run_pipeline(
             bar.update(1 if sampled else counts.n["read"] - bar.n)  # duplicates count as done
             counts.add(where, made)
             if made.rows:
-                spool.append(made.rows)
+                spool.append(made.rows, made.primary_id)
             lengths = [len(ids) for ids, *_ in made.rows]
             if made.cut or made.partial:
                 counts.n["rows cut"] += lengths.count(settings.max_length)
@@ -476,8 +496,7 @@ def run_pipeline(
         if f"in the first {settings.max_length}" in why:
             why += "; raise max_length"
         raise ValueError(f"no row left of {counts.n['read']} conversations ({why})")
-    order = np.random.default_rng([settings.seed, 1]).permutation(n) if settings.shuffle else np.arange(n)
-    held_out = min(max(1, round(n * settings.val_fraction)), n - 1) if settings.val_fraction else 0
+    order, held_out = _split(np.asarray(spool.wholes), settings)
     val = sum(spool.counts[i] for i in order[n - held_out :])
     split = {"train": len(spool.lengths) - val, "val": val}
     return Result(spool, order, split, counts, encoder.limits.count(spool.lengths), first_beyond, held_out)

@@ -62,9 +62,13 @@ def _hash_of(row):
         return brief(row)
 
 
+def _absolute(path):
+    return os.path.abspath(os.path.expanduser(path))
+
+
 def _pictures(paths, folder, image_folder, allow_urls):
     "Where `resolve_images` looks for pictures, and where it stores them."
-    root = next((path for path in map(Path, paths) if path.exists()), Path("."))
+    root = next((path for path in map(Path, map(_absolute, paths)) if path.exists()), Path("."))
     return {
         "folder": image_folder or (root.parent if root.is_file() else root),
         "store": folder.with_name(f"{folder.name}-images"),
@@ -156,6 +160,14 @@ def _make(folder, data, paths, encoder, verifier, vocab_size, origin, num_proc):
         _write(folder, result, {"version": "3.0"} | record | config, template.tokenizer)
 
 
+BEFORE = {  # what origins do not say that were recorded before there was a choice
+    "train_reasoning": True,
+    "train_tool_calls": True,
+    "image_folder": None,
+    "allow_urls": False,
+}
+
+
 def prepare_data(
     data: str | Path | Iterable,  # conversations: a path, hf:<id>, a name: gsm8k; or themselves
     verifier,  # folder or hub id of the verifier; or its tokenizer or processor
@@ -215,15 +227,17 @@ def prepare_data(
     template = ChatTemplate(owner, **settings.template_kwargs)
     vocab_size = config.get_text_config().vocab_size if config else None
     data_hash, readable = fingerprint_data(data)
-    origin = {"data": data_hash, "tokenizer": fingerprint_template(template)} | settings._asdict()
-    folder, sources = Path(output_dir), data if isinstance(data, (list, tuple)) else [data]
+    pictures = {"image_folder": _absolute(image_folder) if image_folder else None, "allow_urls": allow_urls}
+    origin = {"data": data_hash, "tokenizer": fingerprint_template(template)} | settings._asdict() | pictures
+    folder = Path(output_dir).expanduser()  # as `datasets` where it writes the table
+    sources = data if isinstance(data, (list, tuple)) else [data]
     paths = [str(d) for d in sources if isinstance(d, (str, Path))]
     place = folder.absolute()
     encoder = Encoder(
         template,
         settings,
         vocab_size or len(template.tokenizer),
-        _pictures(paths, place, image_folder, allow_urls),
+        _pictures(paths, place, **pictures),
         RowLimits.of(config) if config else RowLimits(),
     )
     if num_proc is None:
@@ -233,8 +247,7 @@ def prepare_data(
         place.parent.mkdir(parents=True, exist_ok=True)
     with disk_errors(folder), FileLock(place.with_name(f".{place.name}.lock")):
         old = origin_of(folder)
-        # folders that were made before there was a choice have everything trained
-        changed = old and changes({"train_reasoning": True, "train_tool_calls": True} | old, origin)
+        changed = old and changes(BEFORE | old, origin)
         if changed and not overwrite:
             raise ValueError(
                 f"output_dir {str(folder)!r} was prepared from something else: "

@@ -212,7 +212,7 @@ class Prepared:
     what is in it, as it does itself in a notebook."""
 
     def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
+        self.folder = folder = Path(folder).expanduser()
         rows = load_table(folder)
         _check_columns(folder, rows)
         self.config = read_data_config(folder)

@@ -312,7 +312,8 @@ def table_files(folder: str | Path) -> list[str]:
 def load_table(folder: str | Path) -> "Dataset":
     """Open an Arrow table that `Dataset.save_to_disk` wrote, memory-mapped. FileNotFoundError: there is none, or a file
     of its list is missing; ValueError: its list of files leads out of the folder, or a file is damaged."""
-    folder, names = Path(folder), table_files(folder)
+    folder = Path(folder).expanduser()
+    names = table_files(folder)
     from datasets import load_from_disk
 
     from ..core.checkpoints import inside
@@ -383,7 +384,8 @@ def files_of(data) -> list[Path] | None:
             f"file of it org/name:file.jsonl; known by a name are {', '.join(PRESETS)}"
         )
     if (path / "state.json").is_file():
-        return sorted(path.glob("*.arrow"))
+        names = table_files(path)  # beside them `datasets` caches what it made of the table
+        return sorted(file for file in path.glob("*.arrow") if file.name in names)
     if (path / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(p.parent.name for p in path.glob("*/state.json")))
         raise ValueError(f"{path}: holds several tables ({splits}); name the folder of one")
@@ -449,8 +451,8 @@ def located(data: str | Path | Iterable) -> Iterator[tuple[str, dict | BadRow]]:
             rows = _hub(name)
             only = ONLY.get(str(data))
             yield from rows if only is None else (row for row in rows if only(row[1]))
-        elif (Path(data) / "state.json").is_file():
-            table: Any = load_table(data).with_format(None)
+        elif (path := Path(data).expanduser() / "state.json").is_file():
+            table: Any = load_table(path.parent).with_format(None)
             yield from ((f"{data}, row {n}", row) for n, row in enumerate(table))
         else:
             for path in files_of(data) or ():
@@ -485,8 +487,8 @@ def conversation_count(data: str | Path | Iterable, limit: int | None = None) ->
             if named or not isinstance(data, Sized):
                 return None
             n = len(data)
-        elif (Path(data) / "state.json").is_file():
-            n = len(load_table(data))
+        elif (path := Path(data).expanduser() / "state.json").is_file():
+            n = len(load_table(path.parent))
         else:
             files, n = files_of(data), 0
             if files is None or not all(path.suffix in (".jsonl", ".parquet") for path in files):
