@@ -82,8 +82,8 @@ def test_preparing_is_short_to_read(chats, tmp_path):
     calls = calls_of(lambda: prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p", num_proc=1))
     functions = {(file, name) for file, name, _ in calls}
     of_data = {function for function in functions if function[0].startswith("/data/")}
-    assert len(of_data) <= 115 and len({file for file, _ in of_data}) <= 8, sorted(of_data)
-    assert len(functions) <= 165 and len({file for file, _ in functions}) <= 17, sorted(functions - of_data)
+    assert len(of_data) <= 109 and len({file for file, _ in of_data}) <= 8, sorted(of_data)
+    assert len(functions) <= 158 and len({file for file, _ in functions}) <= 17, sorted(functions - of_data)
 
 
 @pytest.mark.statement("release-19", "release-25", "release-26")
@@ -510,7 +510,9 @@ def test_a_place_under_home_and_what_datasets_cached_beside_a_table(tmp_path, mo
     monkeypatch.chdir(tmp_path)
     Dataset.from_list(chats[:5]).save_to_disk("table")
     prepared = prepare_data("~/table", VERIFIER, "~/p")
-    assert prepared.folder == tmp_path / "p" and len(load_prepared("~/p")) == len(list(read_conversations("~/table"))) == 5
+    assert (
+        prepared.folder == tmp_path / "p" and len(load_prepared("~/p")) == len(list(read_conversations("~/table"))) == 5
+    )
     assert {path.name for path in tmp_path.iterdir()} == {"table", "p", ".p.lock"}
     Dataset.load_from_disk("table").map(lambda row: {"n": len(row["messages"])})
     assert len([*Path("table").glob("*.arrow")]) == 2 and len(prepare_data("~/table", VERIFIER, "~/p")) == 5

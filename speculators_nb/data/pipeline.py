@@ -252,6 +252,12 @@ def _result(work):
 
 
 NAMED = 5  # duplicates, by their places
+TABLES = {  # of the report: the first field of a line, and the one by which they are ordered
+    "dropped": ("reason", "count"),
+    "omitted": ("what", "conversations"),
+    "control_tokens": ("token", "conversations"),
+    "domains": ("domain", "tokens"),
+}
 
 
 class Counts:
@@ -260,8 +266,19 @@ class Counts:
     def __init__(self):
         self.n: Counter[str] = Counter()
         self.duplicates: list[str] = []  # where the first of them are
-        # lines of the report by their first field; the second one counts
-        self._dropped, self._omitted, self._control, self._domains = {}, {}, {}, {}
+        self._lines: dict[str, dict[str, dict]] = {table: {} for table in TABLES}  # by their first field
+
+    def _line(self, table, case, **fields):
+        "The line of a case, made of these fields if there is none; cases beyond `REASONS` have one in common."
+        lines, (name, _) = self._lines[table], TABLES[table]
+        if case not in lines and len(lines) >= REASONS:
+            case = f"other {name}s"
+        return lines.setdefault(case, {name: case, **fields})
+
+    def lines(self, table: str) -> list[dict]:
+        "The lines of one of `TABLES`, the largest first."
+        _, name = TABLES[table]
+        return sorted(self._lines[table].values(), key=lambda line: -line[name])
 
     def repeat(self, where: str) -> None:
         "Count a conversation with the same messages as one before it, by its file and line."
@@ -273,66 +290,43 @@ class Counts:
         "Count a conversation that cannot be used, by its file and line."
         at = ": ".join(filter(None, (getattr(error, "at", ""), getattr(error, "detail", ""))))
         at = (at.splitlines() or [""])[0][:120]
-        self._drop(reason_of(error), "conversations", f"{where}, {at}" if at else where)
+        first = f"{where}, {at}" if at else where
+        self._line("dropped", reason_of(error), count=0, unit="conversations", first=first)["count"] += 1
         self.n["without rows"] += 1
 
     def add(self, where: str, made: Made) -> None:
         "Count what became of a conversation, by its file and line."
-        self._count_domain(made)
+        numbers = {
+            "conversations": 1,
+            "without rows": int(not made.rows),
+            "rows": len(made.rows),
+            "tokens": sum(len(row[0]) for row in made.rows),
+            "trained": sum(int(np.count_nonzero(row[1])) for row in made.rows),
+        }
+        domain = self._line("domains", made.domain or "unnamed", **dict.fromkeys(numbers, 0))
+        for name, n in numbers.items():
+            domain[name] += n
         if made.error is not None:
             self.refuse(where, made.error)
             return
         for reason in made.dropped:
-            self._drop(reason, "rows", where)
+            self._line("dropped", reason, count=0, unit="rows", first=where)["count"] += 1
         self.n["without rows"] += not made.rows
         self.n["tokens cut"] += made.cut
         self.n["read in part"] += made.partial
-        for cases, name, places in ((self._control, "token", made.control), (self._omitted, "what", made.omitted)):
+        for table, places in (("control_tokens", made.control), ("omitted", made.omitted)):
             for case, i in places.items():
-                line = {name: case, "conversations": 0, "first": f"{where}, message {i}"}
-                cases.setdefault(case, line)["conversations"] += 1
-
-    def _drop(self, reason, unit, where):
-        if reason not in self._dropped and len(self._dropped) >= REASONS:
-            reason = "other reasons"
-        line = {"reason": reason, "count": 0, "unit": unit, "first": where}
-        self._dropped.setdefault(reason, line)["count"] += 1
-
-    def _count_domain(self, made):
-        name = made.domain or "unnamed"
-        if name not in self._domains and len(self._domains) >= REASONS:
-            name = "other domains"
-        line = {"domain": name} | dict.fromkeys(("conversations", "without rows", "rows", "tokens", "trained"), 0)
-        line = self._domains.setdefault(name, line)
-        line["conversations"] += 1
-        line["without rows"] += not made.rows
-        line["rows"] += len(made.rows)
-        line["tokens"] += sum(len(row[0]) for row in made.rows)
-        line["trained"] += sum(int(np.count_nonzero(row[1])) for row in made.rows)
-
-    @property
-    def dropped(self) -> list[dict]:  # reason, count, unit, first; the most frequent first
-        "Why conversations and rows were left out."
-        return sorted(self._dropped.values(), key=lambda line: -line["count"])
-
-    @property
-    def omitted(self) -> list[dict]:  # what, conversations, first; the most frequent first
-        "What was left out of conversations that are kept."
-        return sorted(self._omitted.values(), key=lambda line: -line["conversations"])
-
-    @property
-    def control(self) -> list[dict]:  # token, conversations, first; the most frequent first
-        "Control tokens that messages spell."
-        return sorted(self._control.values(), key=lambda line: -line["conversations"])
+                self._line(table, case, conversations=0, first=f"{where}, message {i}")["conversations"] += 1
 
     def why(self) -> str:  # on one line
         "Why conversations and rows were left out, for a message."
-        return "; ".join(f"{r['count']} × {r['reason']} (first: {r['first']})" for r in self.dropped)
+        return "; ".join(f"{r['count']} × {r['reason']} (first: {r['first']})" for r in self.lines("dropped"))
 
     def spelled(self) -> str:  # on one line
         "The control tokens that messages spell, for a message."
         return "text is read as control tokens: " + ", ".join(
-            f"{c['token']!r} in {c['conversations']} conversations (first: {c['first']})" for c in self.control
+            f"{c['token']!r} in {c['conversations']} conversations (first: {c['first']})"
+            for c in self.lines("control_tokens")
         )
 
     def report(self, kept: int, beyond: list[Excess]) -> dict:
@@ -352,15 +346,11 @@ class Counts:
         else:
             stages.append({"what": "kept", "conversations": kept})
         stages += [{"what": f"longer than {excess.words}", "rows": excess.rows} for excess in beyond]
-        domains = {}
-        if self._domains.keys() - {"unnamed"}:  # the largest first
-            domains["domains"] = sorted(self._domains.values(), key=lambda line: -line["tokens"])
-        return domains | {
+        named = self._lines["domains"].keys() - {"unnamed"}
+        return ({"domains": self.lines("domains")} if named else {}) | {
             "stages": stages,
             "tokens_cut": n["tokens cut"],
-            "dropped": self.dropped,
-            "omitted": self.omitted,
-            "control_tokens": self.control,
+            **{table: self.lines(table) for table in ("dropped", "omitted", "control_tokens")},
         }
 
 
@@ -527,13 +517,13 @@ def prepare(
         f"{counts.n['read']} conversations, {len(table)} rows, {result.lengths.sum()} tokens, "
         f"{trained} trained; dropped: {counts.why() or 'nothing'}"
     )
-    if counts.omitted:
+    dropped, omitted, control = map(counts.lines, ("dropped", "omitted", "control_tokens"))
+    if omitted:
         text += "; left out of those that are kept: " + "; ".join(
-            f"{r['what']} in {r['conversations']} conversations (first: {r['first']})" for r in counts.omitted
+            f"{r['what']} in {r['conversations']} conversations (first: {r['first']})" for r in omitted
         )
-    if counts.control:
+    if control:
         text += f"; {counts.spelled()}"
     table.info.description = text
-    noted = counts.dropped or counts.omitted or counts.control
-    log.log(logging.WARNING if noted else logging.INFO, text)
+    log.log(logging.WARNING if dropped or omitted or control else logging.INFO, text)
     return table

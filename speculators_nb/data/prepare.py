@@ -50,25 +50,17 @@ def fingerprint_data(data) -> tuple[str, Any]:
     else:
         data = Located(located(data))
         for _, row in data:
-            h.update(_hash_of(row).encode("utf-8", "surrogatepass"))
+            try:
+                content = content_hash(row)
+            except Exception:
+                content = brief(row)  # it cannot be read
+            h.update(content.encode("utf-8", "surrogatepass"))
     return h.hexdigest()[:16], data
-
-
-def _hash_of(row):
-    "The hash of a conversation; the beginning of one that cannot be read."
-    try:
-        return content_hash(row)
-    except Exception:
-        return brief(row)
-
-
-def _absolute(path):
-    return os.path.abspath(os.path.expanduser(path))
 
 
 def _pictures(paths, folder, image_folder, allow_urls):
     "Where `resolve_images` looks for pictures, and where it stores them."
-    root = next((path for path in map(Path, map(_absolute, paths)) if path.exists()), Path("."))
+    root = next((path for path in (Path(name).expanduser() for name in paths) if path.exists()), Path("."))
     return {
         "folder": image_folder or (root.parent if root.is_file() else root),
         "store": folder.with_name(f"{folder.name}-images"),
@@ -129,7 +121,7 @@ def _make(folder, data, paths, encoder, verifier, vocab_size, origin, num_proc):
     template, settings = encoder.template, encoder.settings
     with tempfile.TemporaryFile(dir=folder.absolute().parent) as file:
         result = run_pipeline(data, encoder, num_proc, file=file)
-        if result.counts.control:
+        if result.counts.lines("control_tokens"):
             log.warning("prepare: %s", result.counts.spelled())
         for excess in result.beyond:
             log.warning("prepare: %s. %s", excess.text(first=result.first_beyond), excess.remedy)
@@ -227,7 +219,9 @@ def prepare_data(
     template = ChatTemplate(owner, **settings.template_kwargs)
     vocab_size = config.get_text_config().vocab_size if config else None
     data_hash, readable = fingerprint_data(data)
-    pictures = {"image_folder": _absolute(image_folder) if image_folder else None, "allow_urls": allow_urls}
+    if image_folder is not None:
+        image_folder = str(Path(image_folder).expanduser().absolute())
+    pictures = {"image_folder": image_folder, "allow_urls": allow_urls}
     origin = {"data": data_hash, "tokenizer": fingerprint_template(template)} | settings._asdict() | pictures
     folder = Path(output_dir).expanduser()  # as `datasets` where it writes the table
     sources = data if isinstance(data, (list, tuple)) else [data]

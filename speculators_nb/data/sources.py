@@ -66,6 +66,20 @@ def as_row(value) -> dict | BadRow:
     )
 
 
+def row_of_table(row: dict) -> dict:
+    """A row of a table, whose objects all have the fields of all: without the None that fills in those that an object
+    lacked, such as the arguments that another call of a tool has."""
+    return {name: _without_none(value) for name, value in row.items()}
+
+
+def _without_none(value):
+    if isinstance(value, dict):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list) and value and isinstance(value[0], (dict, list)):  # none of token ids
+        return [_without_none(v) for v in value]
+    return value
+
+
 def _odd(error):
     "What Python's reader of JSON does not read, though it is JSON."
     if isinstance(error, RecursionError):
@@ -220,7 +234,7 @@ def _read_parquet(path):
             widest = max((g.total_byte_size // max(g.num_rows, 1) for g in groups), default=0)
             for batch in file.iter_batches(max(1, min(256, LINE // max(widest, 1)))):
                 for row in batch.to_pylist():
-                    yield f"row {(n := n + 1)}", row
+                    yield f"row {(n := n + 1)}", row_of_table(row)
     except Exception as e:  # pyarrow has many kinds; its OSError for damage has no number
         if isinstance(e, OSError) and e.errno:
             raise
@@ -430,7 +444,7 @@ def _hub(spec):
     n = -1
     try:
         for n, row in enumerate(load_dataset(name, subset, split=split, streaming=True)):
-            yield f"{spec}, row {n}", row
+            yield f"{spec}, row {n}", row_of_table(row)
     except Exception as e:
         after = f" after row {n}" if n >= 0 else ""
         raise ValueError(
@@ -453,16 +467,17 @@ def located(data: str | Path | Iterable) -> Iterator[tuple[str, dict | BadRow]]:
             yield from rows if only is None else (row for row in rows if only(row[1]))
         elif (path := Path(data).expanduser() / "state.json").is_file():
             table: Any = load_table(path.parent).with_format(None)
-            yield from ((f"{data}, row {n}", row) for n, row in enumerate(table))
+            yield from ((f"{data}, row {n}", row_of_table(row)) for n, row in enumerate(table))
         else:
             for path in files_of(data) or ():
                 yield from read_file(path)
         return
+    read = row_of_table if hasattr(data, "features") else as_row  # only tables of `datasets` have features
     for n, row in enumerate(data):
         if isinstance(row, (str, Path)):
             yield from located(row)
         else:
-            yield f"conversation {n}", as_row(row)
+            yield f"conversation {n}", read(row)
 
 
 def read_conversations(
