@@ -64,7 +64,7 @@ class _Split(BaseModel):
     val: NonNegativeInt
 
 
-RECORDED = (  # of data_config.json what is read: what it must be, where it is there
+RECORDED: tuple[tuple[str, Any, str], ...] = (  # of data_config.json what is read: what it must be, where it is there
     ("an object", dict, "model origin report split data hidden_states"),
     (
         "a list of objects",
