@@ -89,7 +89,8 @@ def _usable(row, vocab_size):
     if row.get("input_ids") is not None:
         ids, mask = ready_row(row, vocab_size)
         whole = row.get("primary_id")  # as `regenerate` and upstream's regeneration write it
-        return {"input_ids": ids, "loss_mask": mask, "primary_id": whole if isinstance(whole, str) else None} | domain
+        part = {"primary_id": whole} if whole and isinstance(whole, str) else {}
+        return {"input_ids": ids, "loss_mask": mask} | part | domain
     pictures = {k: row[k] for k in ("images", "image") if row.get(k) is not None}
     return {"messages": normalize(row), "tools": tools_of(row), **pictures} | domain
 
@@ -365,13 +366,11 @@ class RowSpool:
         self.file = file
         self.writer = pa.ipc.new_file(self.file, SPOOLED.arrow_schema)
         self.counts = array("q")  # rows of each conversation
-        self.wholes = array("q")  # of each conversation: a number that the parts of one have in common
         self.lengths = array("q")  # tokens of each row
         self.nbytes, self.pictures, self.tools = 0, False, False  # rows with messages, tools
 
-    def append(self, rows: list[tuple], primary_id: str | None = None) -> None:
-        """Add the rows of a conversation, or of a part of that with this identity; with pictures also its messages and
-        tools. OSError: the disk is full."""
+    def append(self, rows: list[tuple]) -> None:
+        "Add the rows of a conversation; with pictures also its messages and tools. OSError: the disk is full."
         more = [row[2:] or ([], None) for row in rows]
         self.pictures |= any(len(row) > 2 for row in rows)
         self.tools |= any(tools for _, tools in more)
@@ -380,7 +379,6 @@ class RowSpool:
         columns = arrow_columns([row[:2] for row in rows])
         batch = pa.record_batch([*columns, *texts], schema=SPOOLED.arrow_schema)
         self.writer.write_batch(batch)
-        self.wholes.append(len(self.counts) if primary_id is None else hash(primary_id))
         self.counts.append(len(rows))
         self.lengths.extend(len(ids) for ids, *_ in rows)
         self.nbytes += batch.nbytes
@@ -465,12 +463,14 @@ def run_pipeline(
     sampled = isinstance(stream, list)
     total = len(stream) if sampled else conversation_count(data, limit)
     spool, first_beyond = RowSpool(file or io.BytesIO()), ""
+    wholes = array("q")  # of each conversation: a number that the parts of one have in common
     with tqdm(total=total, desc="prepare", unit="conversation", leave=False, delay=1) as bar:
         for where, made in _encode_all(stream, encoder, num_proc):
             bar.update(1 if sampled else counts.n["read"] - bar.n)  # duplicates count as done
             counts.add(where, made)
             if made.rows:
-                spool.append(made.rows, made.primary_id)
+                wholes.append(len(wholes) if made.primary_id is None else hash(made.primary_id))
+                spool.append(made.rows)
             lengths = [len(ids) for ids, *_ in made.rows]
             if made.cut or made.partial:
                 counts.n["rows cut"] += lengths.count(settings.max_length)
@@ -486,7 +486,7 @@ def run_pipeline(
         if f"in the first {settings.max_length}" in why:
             why += "; raise max_length"
         raise ValueError(f"no row left of {counts.n['read']} conversations ({why})")
-    order, held_out = _split(np.asarray(spool.wholes), settings)
+    order, held_out = _split(np.asarray(wholes), settings)
     val = sum(spool.counts[i] for i in order[n - held_out :])
     split = {"train": len(spool.lengths) - val, "val": val}
     return Result(spool, order, split, counts, encoder.limits.count(spool.lengths), first_beyond, held_out)
