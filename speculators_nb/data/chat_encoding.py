@@ -291,7 +291,7 @@ def _render(row, template, rows, first, vocab_size, trained):
         places = [f"message {i}" for i, message in enumerate(messages) if isinstance(message["content"], list)]
         if places or pictures_beside(row):
             reason = "holds more than text: prepare it with the processor of a vision-language verifier"
-            raise BadRow(reason, *places[:1])
+            raise BadRow(reason, places[0] if places else "")
         tools = tools_of(row)
         spans = partial(trained.spans, template, tools)
         turns = turns_of(messages, template, tools, first, spans)

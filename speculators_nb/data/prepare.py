@@ -221,8 +221,8 @@ def prepare_data(
     data_hash, readable = fingerprint_data(data)
     if image_folder is not None:
         image_folder = str(Path(image_folder).expanduser().absolute())
-    pictures = {"image_folder": image_folder, "allow_urls": allow_urls}
-    origin = {"data": data_hash, "tokenizer": fingerprint_template(template)} | settings._asdict() | pictures
+    origin = {"data": data_hash, "tokenizer": fingerprint_template(template)} | settings._asdict()
+    origin |= {"image_folder": image_folder, "allow_urls": allow_urls}
     folder = Path(output_dir).expanduser()  # as `datasets` where it writes the table
     sources = data if isinstance(data, (list, tuple)) else [data]
     paths = [str(d) for d in sources if isinstance(d, (str, Path))]
@@ -231,7 +231,7 @@ def prepare_data(
         template,
         settings,
         vocab_size or len(template.tokenizer),
-        _pictures(paths, place, **pictures),
+        _pictures(paths, place, image_folder, allow_urls),
         RowLimits.of(config) if config else RowLimits(),
     )
     if num_proc is None:
