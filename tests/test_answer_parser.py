@@ -190,6 +190,8 @@ def test_answers_as_models_write_them(shape, answer, message):
         ("think, Hermes", '<tool_call>{"name": "f"}</tool_call><|im_end|>', "damaged"),
         ("think, Hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call>and<|im_end|>', "text after"),
         ("Gemma 4", '<|tool_call>call:f{city:<|"|>Bern}<tool_call|>', "damaged"),
+        ("think, Hermes", f"<tool_call>{'[' * 5000}]</tool_call><|im_end|>", "damaged (RecursionError)"),
+        ("gpt-oss", f"<|channel|>commentary to=f<|message|>{'[' * 5000}<|call|>", "no object"),
     ],
 )
 def test_what_is_not_read_is_named(shape, answer, why):
@@ -197,6 +199,11 @@ def test_what_is_not_read_is_named(shape, answer, why):
     with pytest.raises(UnreadableAnswer) as e:
         parser_of(tok)(ids_of(tok, answer), ids_of(tok, render(tok, [say("user", "?")])), TOOLS)
     assert why in str(e.value)
+
+
+def test_reasoning_that_nothing_closes_stays_in_the_answer():
+    tok = tokenizer_with(CHATML.replace("BODY", "{{ m.reasoning_content or '' }}\n{{ m.content }}"))
+    assert parser_of(tok)(ids_of(tok, "So: 4<|im_end|>"), []) == say("assistant", "So: 4")
 
 
 def test_an_open_thought_of_the_prompt_is_part_of_the_answer():

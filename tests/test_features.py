@@ -282,6 +282,16 @@ def upstream_folder(made, folder, layout):
     return folder
 
 
+def test_a_wrong_length_is_named_and_no_row_is_packed_by_it(made, tmp_path):
+    folder = upstream_folder(made, tmp_path / "f", "legacy")
+    lengths = json.loads((folder / "sample_lengths.json").read_text())
+    (folder / "sample_lengths.json").write_text(json.dumps(lengths | {"1": lengths["1"] - 1}))
+    data = FeatureDataset(folder)
+    assert len(data[0]["input_ids"]) == lengths["0"]
+    with pytest.raises(FeatureError, match=f"the row has {lengths['1']} tokens, {lengths['1'] - 1} by the table"):
+        data[1]
+
+
 @pytest.mark.statement("release-20")
 @pytest.mark.parametrize("layout", ["upstream", "legacy"])
 def test_upstream_folders_train_the_same_drafter(made, tmp_path, layout):

@@ -4,6 +4,7 @@ stranger's data may not do."""
 import base64
 import io
 import json
+import shutil
 import threading
 import time
 import zlib
@@ -303,6 +304,15 @@ def test_text_is_decoded_as_the_model_decodes_it(folder, family):
 def test_a_row_with_pictures_is_never_cut(folder, tmp_path):
     out = prepare_data(folder / "chats.jsonl", folder / "qwen2_vl", tmp_path / "p", max_length=40, shuffle=False)
     assert len(out) == 3 and "longer than 40 tokens" in out.dropped.index
+
+
+def test_another_number_of_tokens_for_a_picture_is_another_folder(folder, prepared, tmp_path):
+    shutil.copytree(folder / "qwen2_vl", tmp_path / "v")
+    settings = json.loads((tmp_path / "v/preprocessor_config.json").read_text())
+    settings["size"]["longest_edge"] //= 3
+    (tmp_path / "v/preprocessor_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="prepared from something else: tokenizer was "):
+        prepare_data(folder / "chats.jsonl", tmp_path / "v", folder / "prepared", shuffle=False)
 
 
 @pytest.mark.parametrize(

@@ -28,16 +28,18 @@ from speculators_nb.jobs.shared_output import append_lines, one_writer, share_wr
     [
         ({}, (0, 1, 0)),
         (dict(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1"), (1, 2, 1)),
-        (dict(SLURM_PROCID="3", SLURM_NTASKS="4", SLURM_LOCALID="1"), (3, 4, 1)),
         (dict(SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2", SLURM_LOCALID="0"), (1, 2, 0)),
+        (dict(SLURM_PROCID="3", SLURM_NTASKS="8", SLURM_STEP_NUM_TASKS="4", SLURM_LOCALID="1"), (3, 4, 1)),
         (dict(SLURM_NTASKS="4"), (0, 1, 0)),  # salloc, and nothing started
+        # a batch script, without srun: one process, however many tasks the job may start, and of an unknown number
+        (dict(SLURM_PROCID="0", SLURM_NTASKS="4", SLURM_LOCALID="0"), (0, 1, 0)),
+        (dict(SLURM_PROCID="0", SLURM_LOCALID="0"), (0, 1, 0)),
         # srun that has started torchrun on each node
-        (dict(SLURM_PROCID="1", SLURM_NTASKS="2", RANK="11", WORLD_SIZE="16", LOCAL_RANK="3"), (11, 16, 3)),
+        (dict(SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2", RANK="11", WORLD_SIZE="16", LOCAL_RANK="3"), (11, 16, 3)),
         (dict(RANK="1"), "RANK='1': WORLD_SIZE is not set"),
         (dict(WORLD_SIZE="2"), "WORLD_SIZE='2': RANK is not set"),
         (dict(RANK="2", WORLD_SIZE="2"), "RANK=2: must be less than WORLD_SIZE=2"),
         (dict(RANK="first", WORLD_SIZE="2"), "RANK='first': must be a whole number"),
-        (dict(SLURM_PROCID="0"), "SLURM_PROCID='0': SLURM_NTASKS is not set"),
     ],
 )
 def test_ranks_as_launchers_announce_them(environ, expected):

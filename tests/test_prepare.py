@@ -30,6 +30,7 @@ from speculators_nb.data.messages import normalize
 from speculators_nb.data.pipeline import Result, RowSpool, prepare
 from speculators_nb.data.prepare import fingerprint_data, prepare_data
 from speculators_nb.data.prepared_folder import changes, load_prepared, read_token_freq
+from speculators_nb.data.sources import read_conversations
 from speculators_nb.evaluate.prompts import encode_prompts, prompt_of, read_prompts
 from speculators_nb.lab.shipped import read_corpus
 from speculators_nb.nn.draft_vocabulary import load_vocab_mapping
@@ -81,8 +82,8 @@ def test_preparing_is_short_to_read(chats, tmp_path):
     calls = calls_of(lambda: prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p", num_proc=1))
     functions = {(file, name) for file, name, _ in calls}
     of_data = {function for function in functions if function[0].startswith("/data/")}
-    assert len(of_data) <= 115 and len({file for file, _ in of_data}) <= 8, sorted(of_data)
-    assert len(functions) <= 165 and len({file for file, _ in functions}) <= 17, sorted(functions - of_data)
+    assert len(of_data) <= 109 and len({file for file, _ in of_data}) <= 8, sorted(of_data)
+    assert len(functions) <= 158 and len({file for file, _ in functions}) <= 17, sorted(functions - of_data)
 
 
 @pytest.mark.statement("release-19", "release-25", "release-26")
@@ -176,6 +177,8 @@ def test_the_same_call_again_does_nothing(chats, tmp_path, val_fraction):
         (dict(shuffle=False), "shuffle was"),
         (dict(val_fraction=0.5), "val_fraction was 0.05, is 0.5"),
         (dict(min_trained=3), "min_trained was 1"),
+        (dict(allow_urls=True), "allow_urls was False, is True"),
+        (dict(image_folder="/pictures"), "image_folder was None, is '/pictures'"),
         (dict(template_kwargs={"x": 1}), "template_kwargs was"),
         (dict(data=corpus(121)), "data was '"),
         (dict(verifier=bytes_tokenizer()), "tokenizer was '"),
@@ -367,6 +370,21 @@ def test_no_conversation_is_on_both_sides(tmp_path_factory, turns, fraction, see
     assert len(set(val)) == min(len(turns) - 1, max(1, round(fraction * len(turns))))
 
 
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_no_regenerated_conversation_is_on_both_sides(tmp_path, shuffle):
+    "The lines of one, of which a later may repeat what an earlier one answers, may be anywhere in the file."
+    parts = [
+        {"primary_id": f"c{i}", "part": [k, 2], "input_ids": [100 + i, k, 7], "loss_mask": [0, 0, 1]}
+        for i in range(20)
+        for k in range(2)
+    ]
+    alone = [{"input_ids": [i, 7], "loss_mask": [0, 1]} for i in range(20)]
+    rows = [parts[i] for i in np.random.default_rng(0).permutation(len(parts))] + alone
+    prepared = prepare_data(rows, VERIFIER, tmp_path / "p", val_fraction=0.2, shuffle=shuffle)
+    train, val = ([int(row["input_ids"][0]) for row in part] for part in (prepared.train, prepared.val))
+    assert not set(train) & set(val) and len(set(val)) == 8 and len(train) + len(val) == 60
+
+
 def test_processes_change_nothing(tmp_path):
     chats = corpus(700)
     one, two = (prepare_data(chats, VERIFIER, tmp_path / f"{n}", num_proc=n, val_fraction=0.1) for n in (1, 2))
@@ -485,6 +503,19 @@ def test_changes_and_fingerprints(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(rows[0]))
     (tmp_path / "b.jsonl").write_text(json.dumps(rows[0]))
     assert fingerprint_data(tmp_path / "a.jsonl")[0] == fingerprint_data([tmp_path / "b.jsonl"])[0]
+
+
+def test_a_place_under_home_and_what_datasets_cached_beside_a_table(tmp_path, monkeypatch, chats):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    Dataset.from_list(chats[:5]).save_to_disk("table")
+    prepared = prepare_data("~/table", VERIFIER, "~/p")
+    assert (
+        prepared.folder == tmp_path / "p" and len(load_prepared("~/p")) == len(list(read_conversations("~/table"))) == 5
+    )
+    assert {path.name for path in tmp_path.iterdir()} == {"table", "p", ".p.lock"}
+    Dataset.load_from_disk("table").map(lambda row: {"n": len(row["messages"])})
+    assert len([*Path("table").glob("*.arrow")]) == 2 and len(prepare_data("~/table", VERIFIER, "~/p")) == 5
 
 
 def test_masks_of_whole_numbers_are_masks(tmp_path):

@@ -100,12 +100,14 @@ def test_rows_are_what_the_server_read_and_said(server, tokenizer, tmp_path):
 
 def test_what_fails_is_named_and_tried_again(server, tmp_path):
     path, rows = tmp_path / "out.jsonl", [talk(i, 2) for i in range(8)]
-    server.fault("400", -1, "question 3, part 1")
+    server.fault("400", -1, "question 3, part 0")
+    server.fault("400", -1, "question 7, part 1")  # after an answer, which is kept
     server.fault("500", 40, "question 5, part 0")
     for i, kind in {0: "429", 1: "reset", 2: "garbage", 4: "torn", 6: "503"}.items():
         server.fault(kind, 3, f"question {i}, part 0")  # these pass
     report = regenerate_from_server(server.url, rows, path, concurrency=3)
     assert (report["written"], report["failed"].total()) == (6, 2)
+    assert report["truncated"] == {"a refused prompt, status 400": 1}
     failed = errors(path)
     assert (
         failed.keys() == {"t3", "t5"}

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from speculators_nb.evaluate.prompts import prompt_of
 from speculators_nb.regenerate.journal import Journal, Report, put_in_order, read_regenerated, still_to_do
 from speculators_nb.regenerate.language import code_of, language_of, language_of_row, wanted_languages
 from speculators_nb.regenerate.replay import Replay, check_sampling, draw_sampling, questions_of, turns_to_ask
@@ -387,6 +388,27 @@ def test_ranks_append_to_one_file_and_never_mix_settings(tmp_path):
     with Journal(path, {"seed": 0}) as again:
         answer(again)
     assert (again.report["written"], again.report["kept"]) == (0, 5)
+
+
+def test_what_is_nested_too_deep_to_be_written_is_one_failure(tmp_path):
+    arguments: dict = {}
+    for _ in range(2000):
+        arguments = {"a": arguments}
+    with Journal(tmp_path / "x.jsonl", {}) as journal:
+        for key, value in (("a", arguments), ("b", {})):
+            replay = Replay({"id": key, "messages": [say("user", "1")]})
+            calls = [{"type": "function", "function": {"name": "f", "arguments": value}}]
+            replay.add_answer([1], [2], say("assistant", tool_calls=calls), "tool_calls")
+            journal.write(replay)
+    assert dict(journal.report["failed"]) == {"lists or objects are nested too deep": 1}
+    assert [row["primary_id"] for row in read_regenerated(tmp_path / "x.jsonl")] == ["b"]
+
+
+def test_pictures_in_a_column_are_refused_where_messages_alone_are_read():
+    row = {"messages": [say("user", "<image>\nWhat is it?")], "image": "a.png"}
+    for read in (Replay, prompt_of):
+        with pytest.raises(ValueError, match="its pictures are in a column"):
+            read(row)
 
 
 def test_reports_of_shares_are_added():

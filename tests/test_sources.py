@@ -75,6 +75,24 @@ def test_parquet_and_tables(tmp_path):
     assert list(read_conversations(tmp_path / "table")) == two
 
 
+@pytest.mark.parametrize("read", ["a.parquet", "table"])
+def test_a_table_gives_no_call_the_arguments_of_another(tmp_path, read):
+    "Nor one tool the parameters of another: columns have the fields of all rows, and None where a row lacks one."
+
+    def row(name, **arguments):
+        properties = {k: {"type": "string"} for k in arguments}
+        function = {"name": name, "parameters": {"type": "object", "properties": properties}}
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        asked = {"role": "user", "content": name}
+        says = {"role": "assistant", "tool_calls": [call]}
+        return {"messages": [asked, says], "tools": [{"type": "function", "function": function}]}
+
+    rows = [row("weather", city="Bern"), row("add", a="1", b="2")]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    Dataset.from_list(rows).save_to_disk(str(tmp_path / "table"))
+    assert list(read_conversations(tmp_path / read)) == list(read_conversations(Dataset.from_list(rows))) == rows
+
+
 @pytest.mark.statement("release-42")
 def test_a_folder_is_read_below_in_order_and_records_are_passed_over(tmp_path):
     write(tmp_path / "b/2.jsonl", {"id": 2, "messages": []})

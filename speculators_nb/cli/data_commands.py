@@ -125,7 +125,7 @@ def regenerate(
     patience: float = 120.0,  # seconds to wait while none of several servers answers
     seed: int = 0,  # of the sampling
     rank: int = 0,  # which share, where world_size processes share the conversations
-    world_size: int = 1,  # shares; 1: as torchrun or Slurm says, else all of it here
+    world_size: int = 1,  # shares; 1: as torchrun or srun says, else all of it here
     compute_dtype: str | None = None,  # without a server; auto: bfloat16 where a CPU is faster
     device: str | None = None,  # without a server; auto: layers over all; default: accelerator
     attn_implementation: str | None = None,  # without a server: eager, …; default: as it fits
@@ -184,7 +184,7 @@ def regenerate(
 
 
 def _ranks(rank, world_size) -> Ranks:
-    "Which share of the rows this process makes: as it is given, else as torchrun or Slurm says."
+    "Which share of the rows this process makes: as it is given, else as torchrun or srun says."
     return ranks_of() if world_size == 1 else Ranks(rank, world_size)
 
 
@@ -226,7 +226,7 @@ def features(
     concurrency: int = 8,  # requests in flight, with vllm
     patience: float = 120.0,  # seconds to wait while none of several servers answers
     rank: int = 0,  # which share, where world_size processes share the rows
-    world_size: int = 1,  # shares; 1: as torchrun or Slurm says, else all of it here
+    world_size: int = 1,  # shares; 1: as torchrun or srun says, else all of it here
     device: str | None = None,  # with hf; auto: layers over all; default: the accelerator
     attn_implementation: str | None = None,  # with hf: sdpa, eager, …; default: as it fits
     trust_remote_code: bool = False,  # run code that comes with the verifier

@@ -16,7 +16,7 @@ from datasets import Dataset, DatasetInfo, Features, Sequence, Value
 
 from ..core.files import atomic_folder
 from .chat_template import ChatTemplate, Spans, common_prefix, merge_turns, reach, turns_of
-from .messages import THOUGHT, BadRow, brief, check_text, normalize, tools_of
+from .messages import THOUGHT, BadRow, brief, check_text, normalize, pictures_beside, tools_of
 
 
 def ready_row(row: dict, vocab_size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -288,11 +288,10 @@ def _render(row, template, rows, first, vocab_size, trained):
             ids, mask = ready_row(row, vocab_size)
             return Rows([(ids, _ready_mask(ids, mask, trained, template))])
         messages = normalize(row)
-        for i, message in enumerate(messages):
-            if isinstance(message["content"], list):
-                raise BadRow(
-                    "holds more than text: prepare it with the processor of a vision-language verifier", f"message {i}"
-                )
+        places = [f"message {i}" for i, message in enumerate(messages) if isinstance(message["content"], list)]
+        if places or pictures_beside(row):
+            reason = "holds more than text: prepare it with the processor of a vision-language verifier"
+            raise BadRow(reason, places[0] if places else "")
         tools = tools_of(row)
         spans = partial(trained.spans, template, tools)
         turns = turns_of(messages, template, tools, first, spans)

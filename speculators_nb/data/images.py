@@ -28,7 +28,7 @@ from ..core.files import atomic_write
 from ..core.http_client import proxy_for, read_reply, time_left, time_limit
 from .chat_encoding import ALL, Rows, Trained, check_ids, token_mask
 from .chat_template import ChatTemplate, merge_turns, tokenizer_errors, turns_of
-from .messages import check_text, normalize, tools_of
+from .messages import check_text, normalize, pictures_beside, tools_of
 from .prepared_folder import config_of
 
 NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
@@ -279,8 +279,7 @@ def resolve_images(
 ) -> list[dict]:  # messages; pictures: {"type": "image_url", "image_url": {"url": "file:///…"}}
     """Normalise messages, and find every picture. ValueError: a path that leads out, an address
     that is not allowed, a kind of part that is not known."""
-    beside = row.get("images") if row.get("images") is not None else row.get("image")
-    beside = [*beside] if isinstance(beside, (list, tuple)) else [beside] if beside is not None else []
+    beside = pictures_beside(row)
 
     def resolved(part, at):
         "One part of a message."
@@ -334,7 +333,7 @@ def has_pictures(row: dict) -> bool:
     "Whether a conversation holds more than text, so that `resolve_images` has something to do."
     if not isinstance(row, dict) or row.get("input_ids") is not None:
         return False
-    if any(row.get(k) not in (None, "", []) for k in ("image", "images")):
+    if pictures_beside(row):
         return True
     parts = _parts(row.get("messages") or row.get("conversations") or [])
     return any(isinstance(part, dict) and part.get("type") != "text" for part in parts)

@@ -281,6 +281,22 @@ def tools_of(row) -> list[dict] | None:
     return tools or None
 
 
+def pictures_beside(row) -> list:
+    "Pictures of a conversation that columns hold, in the order of their places in its messages."
+    beside = (row.get("images") or row.get("image")) if isinstance(row, dict) else None
+    return [*beside] if isinstance(beside, (list, tuple)) else [beside] if beside else []
+
+
+def messages_alone(row) -> list[dict]:
+    "`normalize`, for those who read nothing but messages. BadRow: the conversation has pictures beside them."
+    if pictures_beside(row):
+        raise BadRow(
+            "its pictures are in a column, which is not read here; put them into the messages, as parts of type "
+            "image_url"
+        )
+    return normalize(row)
+
+
 def domain_of(row: dict) -> str | None:
     "The domain, source or category that a conversation names, if any: a mix has columns for it."
     names = (row.get(column) for column in ("domain", "source", "category", "dataset"))

@@ -73,6 +73,7 @@ class Made(NamedTuple):
     error: BadRow | None = None  # why there is no row at all
     control: dict[str, int] = {}  # control token -> first message that spells it
     omitted: dict[str, int] = {}  # what is in no row, or not trained -> first such message
+    primary_id: str | None = None  # of the conversation that it is a part of, if it is
 
 
 class Located(list):
@@ -81,12 +82,15 @@ class Located(list):
 
 def _usable(row, vocab_size):
     """What is used of a conversation, in one spelling: "messages" and "tools" (and pictures), or "input_ids" and
-    "loss_mask"; and "domain". BadRow: it cannot be used."""
+    "loss_mask", and "primary_id" of one that is a part of another; and "domain". BadRow: it cannot be used."""
     if isinstance(row, BadRow):
         raise row
     domain = {"domain": name} if (name := domain_of(row)) else {}
     if row.get("input_ids") is not None:
-        return dict(zip(("input_ids", "loss_mask"), ready_row(row, vocab_size))) | domain
+        ids, mask = ready_row(row, vocab_size)
+        whole = row.get("primary_id")  # as `regenerate` and upstream's regeneration write it
+        part = {"primary_id": whole} if whole and isinstance(whole, str) else {}
+        return {"input_ids": ids, "loss_mask": mask} | part | domain
     pictures = {k: row[k] for k in ("images", "image") if row.get(k) is not None}
     return {"messages": normalize(row), "tools": tools_of(row), **pictures} | domain
 
@@ -194,6 +198,7 @@ def _made(row, encoded, template, settings) -> Made:
         encoded.partial,
         control=control,
         omitted=encoded.omitted if rows else {},
+        primary_id=row.get("primary_id"),
     )
 
 
@@ -248,6 +253,12 @@ def _result(work):
 
 
 NAMED = 5  # duplicates, by their places
+TABLES = {  # of the report: the first field of a line, and the one by which they are ordered
+    "dropped": ("reason", "count"),
+    "omitted": ("what", "conversations"),
+    "control_tokens": ("token", "conversations"),
+    "domains": ("domain", "tokens"),
+}
 
 
 class Counts:
@@ -256,8 +267,19 @@ class Counts:
     def __init__(self):
         self.n: Counter[str] = Counter()
         self.duplicates: list[str] = []  # where the first of them are
-        # lines of the report by their first field; the second one counts
-        self._dropped, self._omitted, self._control, self._domains = {}, {}, {}, {}
+        self._lines: dict[str, dict[str, dict]] = {table: {} for table in TABLES}  # by their first field
+
+    def _line(self, table, case, **fields):
+        "The line of a case, made of these fields if there is none; cases beyond `REASONS` have one in common."
+        lines, (name, _) = self._lines[table], TABLES[table]
+        if case not in lines and len(lines) >= REASONS:
+            case = f"other {name}s"
+        return lines.setdefault(case, {name: case, **fields})
+
+    def lines(self, table: str) -> list[dict]:
+        "The lines of one of `TABLES`, the largest first."
+        _, name = TABLES[table]
+        return sorted(self._lines[table].values(), key=lambda line: -line[name])
 
     def repeat(self, where: str) -> None:
         "Count a conversation with the same messages as one before it, by its file and line."
@@ -269,66 +291,43 @@ class Counts:
         "Count a conversation that cannot be used, by its file and line."
         at = ": ".join(filter(None, (getattr(error, "at", ""), getattr(error, "detail", ""))))
         at = (at.splitlines() or [""])[0][:120]
-        self._drop(reason_of(error), "conversations", f"{where}, {at}" if at else where)
+        first = f"{where}, {at}" if at else where
+        self._line("dropped", reason_of(error), count=0, unit="conversations", first=first)["count"] += 1
         self.n["without rows"] += 1
 
     def add(self, where: str, made: Made) -> None:
         "Count what became of a conversation, by its file and line."
-        self._count_domain(made)
+        numbers = {
+            "conversations": 1,
+            "without rows": int(not made.rows),
+            "rows": len(made.rows),
+            "tokens": sum(len(row[0]) for row in made.rows),
+            "trained": sum(int(np.count_nonzero(row[1])) for row in made.rows),
+        }
+        domain = self._line("domains", made.domain or "unnamed", **dict.fromkeys(numbers, 0))
+        for name, n in numbers.items():
+            domain[name] += n
         if made.error is not None:
             self.refuse(where, made.error)
             return
         for reason in made.dropped:
-            self._drop(reason, "rows", where)
+            self._line("dropped", reason, count=0, unit="rows", first=where)["count"] += 1
         self.n["without rows"] += not made.rows
         self.n["tokens cut"] += made.cut
         self.n["read in part"] += made.partial
-        for cases, name, places in ((self._control, "token", made.control), (self._omitted, "what", made.omitted)):
+        for table, places in (("control_tokens", made.control), ("omitted", made.omitted)):
             for case, i in places.items():
-                line = {name: case, "conversations": 0, "first": f"{where}, message {i}"}
-                cases.setdefault(case, line)["conversations"] += 1
-
-    def _drop(self, reason, unit, where):
-        if reason not in self._dropped and len(self._dropped) >= REASONS:
-            reason = "other reasons"
-        line = {"reason": reason, "count": 0, "unit": unit, "first": where}
-        self._dropped.setdefault(reason, line)["count"] += 1
-
-    def _count_domain(self, made):
-        name = made.domain or "unnamed"
-        if name not in self._domains and len(self._domains) >= REASONS:
-            name = "other domains"
-        line = {"domain": name} | dict.fromkeys(("conversations", "without rows", "rows", "tokens", "trained"), 0)
-        line = self._domains.setdefault(name, line)
-        line["conversations"] += 1
-        line["without rows"] += not made.rows
-        line["rows"] += len(made.rows)
-        line["tokens"] += sum(len(row[0]) for row in made.rows)
-        line["trained"] += sum(int(np.count_nonzero(row[1])) for row in made.rows)
-
-    @property
-    def dropped(self) -> list[dict]:  # reason, count, unit, first; the most frequent first
-        "Why conversations and rows were left out."
-        return sorted(self._dropped.values(), key=lambda line: -line["count"])
-
-    @property
-    def omitted(self) -> list[dict]:  # what, conversations, first; the most frequent first
-        "What was left out of conversations that are kept."
-        return sorted(self._omitted.values(), key=lambda line: -line["conversations"])
-
-    @property
-    def control(self) -> list[dict]:  # token, conversations, first; the most frequent first
-        "Control tokens that messages spell."
-        return sorted(self._control.values(), key=lambda line: -line["conversations"])
+                self._line(table, case, conversations=0, first=f"{where}, message {i}")["conversations"] += 1
 
     def why(self) -> str:  # on one line
         "Why conversations and rows were left out, for a message."
-        return "; ".join(f"{r['count']} × {r['reason']} (first: {r['first']})" for r in self.dropped)
+        return "; ".join(f"{r['count']} × {r['reason']} (first: {r['first']})" for r in self.lines("dropped"))
 
     def spelled(self) -> str:  # on one line
         "The control tokens that messages spell, for a message."
         return "text is read as control tokens: " + ", ".join(
-            f"{c['token']!r} in {c['conversations']} conversations (first: {c['first']})" for c in self.control
+            f"{c['token']!r} in {c['conversations']} conversations (first: {c['first']})"
+            for c in self.lines("control_tokens")
         )
 
     def report(self, kept: int, beyond: list[Excess]) -> dict:
@@ -348,15 +347,11 @@ class Counts:
         else:
             stages.append({"what": "kept", "conversations": kept})
         stages += [{"what": f"longer than {excess.words}", "rows": excess.rows} for excess in beyond]
-        domains = {}
-        if self._domains.keys() - {"unnamed"}:  # the largest first
-            domains["domains"] = sorted(self._domains.values(), key=lambda line: -line["tokens"])
-        return domains | {
+        named = self._lines["domains"].keys() - {"unnamed"}
+        return ({"domains": self.lines("domains")} if named else {}) | {
             "stages": stages,
             "tokens_cut": n["tokens cut"],
-            "dropped": self.dropped,
-            "omitted": self.omitted,
-            "control_tokens": self.control,
+            **{table: self.lines(table) for table in ("dropped", "omitted", "control_tokens")},
         }
 
 
@@ -442,6 +437,19 @@ class Result(NamedTuple):
                 yield {"prompt": prompt}
 
 
+def _split(wholes, settings) -> tuple[np.ndarray, int]:
+    """The order of conversations, those for training first, and how many at its end are held out. Those of one number
+    in `wholes` [conversations] stay together: what one of them teaches, another would be measured on."""
+    _, firsts, group = np.unique(wholes, return_index=True, return_inverse=True)
+    n = len(firsts)
+    order = np.random.default_rng([settings.seed, 1]).permutation(n) if settings.shuffle else np.arange(n)
+    place_of = np.empty(n, np.int64)
+    place_of[firsts.argsort()[order]] = np.arange(n)
+    places = place_of[group]
+    held_out = min(max(1, round(n * settings.val_fraction)), n - 1) if settings.val_fraction else 0
+    return places.argsort(kind="stable"), int(np.count_nonzero(places >= n - held_out))
+
+
 def run_pipeline(
     data,  # a source, as `sources.located` takes it
     encoder: Encoder,  # how rows are made
@@ -455,11 +463,13 @@ def run_pipeline(
     sampled = isinstance(stream, list)
     total = len(stream) if sampled else conversation_count(data, limit)
     spool, first_beyond = RowSpool(file or io.BytesIO()), ""
+    wholes = array("q")  # of each conversation: a number that the parts of one have in common
     with tqdm(total=total, desc="prepare", unit="conversation", leave=False, delay=1) as bar:
         for where, made in _encode_all(stream, encoder, num_proc):
             bar.update(1 if sampled else counts.n["read"] - bar.n)  # duplicates count as done
             counts.add(where, made)
             if made.rows:
+                wholes.append(len(wholes) if made.primary_id is None else hash(made.primary_id))
                 spool.append(made.rows)
             lengths = [len(ids) for ids, *_ in made.rows]
             if made.cut or made.partial:
@@ -476,8 +486,7 @@ def run_pipeline(
         if f"in the first {settings.max_length}" in why:
             why += "; raise max_length"
         raise ValueError(f"no row left of {counts.n['read']} conversations ({why})")
-    order = np.random.default_rng([settings.seed, 1]).permutation(n) if settings.shuffle else np.arange(n)
-    held_out = min(max(1, round(n * settings.val_fraction)), n - 1) if settings.val_fraction else 0
+    order, held_out = _split(np.asarray(wholes), settings)
     val = sum(spool.counts[i] for i in order[n - held_out :])
     split = {"train": len(spool.lengths) - val, "val": val}
     return Result(spool, order, split, counts, encoder.limits.count(spool.lengths), first_beyond, held_out)
@@ -508,13 +517,13 @@ def prepare(
         f"{counts.n['read']} conversations, {len(table)} rows, {result.lengths.sum()} tokens, "
         f"{trained} trained; dropped: {counts.why() or 'nothing'}"
     )
-    if counts.omitted:
+    dropped, omitted, control = map(counts.lines, ("dropped", "omitted", "control_tokens"))
+    if omitted:
         text += "; left out of those that are kept: " + "; ".join(
-            f"{r['what']} in {r['conversations']} conversations (first: {r['first']})" for r in counts.omitted
+            f"{r['what']} in {r['conversations']} conversations (first: {r['first']})" for r in omitted
         )
-    if counts.control:
+    if control:
         text += f"; {counts.spelled()}"
     table.info.description = text
-    noted = counts.dropped or counts.omitted or counts.control
-    log.log(logging.WARNING if noted else logging.INFO, text)
+    log.log(logging.WARNING if dropped or omitted or control else logging.INFO, text)
     return table

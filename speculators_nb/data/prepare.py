@@ -50,21 +50,17 @@ def fingerprint_data(data) -> tuple[str, Any]:
     else:
         data = Located(located(data))
         for _, row in data:
-            h.update(_hash_of(row).encode("utf-8", "surrogatepass"))
+            try:
+                content = content_hash(row)
+            except Exception:
+                content = brief(row)  # it cannot be read
+            h.update(content.encode("utf-8", "surrogatepass"))
     return h.hexdigest()[:16], data
-
-
-def _hash_of(row):
-    "The hash of a conversation; the beginning of one that cannot be read."
-    try:
-        return content_hash(row)
-    except Exception:
-        return brief(row)
 
 
 def _pictures(paths, folder, image_folder, allow_urls):
     "Where `resolve_images` looks for pictures, and where it stores them."
-    root = next((path for path in map(Path, paths) if path.exists()), Path("."))
+    root = next((path for path in (Path(name).expanduser() for name in paths) if path.exists()), Path("."))
     return {
         "folder": image_folder or (root.parent if root.is_file() else root),
         "store": folder.with_name(f"{folder.name}-images"),
@@ -125,7 +121,7 @@ def _make(folder, data, paths, encoder, verifier, vocab_size, origin, num_proc):
     template, settings = encoder.template, encoder.settings
     with tempfile.TemporaryFile(dir=folder.absolute().parent) as file:
         result = run_pipeline(data, encoder, num_proc, file=file)
-        if result.counts.control:
+        if result.counts.lines("control_tokens"):
             log.warning("prepare: %s", result.counts.spelled())
         for excess in result.beyond:
             log.warning("prepare: %s. %s", excess.text(first=result.first_beyond), excess.remedy)
@@ -154,6 +150,14 @@ def _make(folder, data, paths, encoder, verifier, vocab_size, origin, num_proc):
             "format": {"schema": {"input_ids": ["seq"], "loss_mask": ["seq"], "seq_len": []}},
         }
         _write(folder, result, {"version": "3.0"} | record | config, template.tokenizer)
+
+
+BEFORE = {  # what origins do not say that were recorded before there was a choice
+    "train_reasoning": True,
+    "train_tool_calls": True,
+    "image_folder": None,
+    "allow_urls": False,
+}
 
 
 def prepare_data(
@@ -215,8 +219,12 @@ def prepare_data(
     template = ChatTemplate(owner, **settings.template_kwargs)
     vocab_size = config.get_text_config().vocab_size if config else None
     data_hash, readable = fingerprint_data(data)
+    if image_folder is not None:
+        image_folder = str(Path(image_folder).expanduser().absolute())
     origin = {"data": data_hash, "tokenizer": fingerprint_template(template)} | settings._asdict()
-    folder, sources = Path(output_dir), data if isinstance(data, (list, tuple)) else [data]
+    origin |= {"image_folder": image_folder, "allow_urls": allow_urls}
+    folder = Path(output_dir).expanduser()  # as `datasets` where it writes the table
+    sources = data if isinstance(data, (list, tuple)) else [data]
     paths = [str(d) for d in sources if isinstance(d, (str, Path))]
     place = folder.absolute()
     encoder = Encoder(
@@ -233,8 +241,7 @@ def prepare_data(
         place.parent.mkdir(parents=True, exist_ok=True)
     with disk_errors(folder), FileLock(place.with_name(f".{place.name}.lock")):
         old = origin_of(folder)
-        # folders that were made before there was a choice have everything trained
-        changed = old and changes({"train_reasoning": True, "train_tool_calls": True} | old, origin)
+        changed = old and changes(BEFORE | old, origin)
         if changed and not overwrite:
             raise ValueError(
                 f"output_dir {str(folder)!r} was prepared from something else: "

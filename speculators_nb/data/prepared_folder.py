@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import torch
 from datasets import Dataset
+from pydantic import BaseModel, NonNegativeInt, TypeAdapter, ValidationError
 
 from ..core.checkpoints import load_pickle
 from ..core.files import read_object
@@ -56,6 +57,26 @@ def _checked_counts(freq):
     return freq
 
 
+class _Split(BaseModel):
+    "Numbers of rows."
+
+    train: NonNegativeInt
+    val: NonNegativeInt
+
+
+RECORDED: tuple[tuple[str, Any, str], ...] = (  # of data_config.json what is read: what it must be, where it is there
+    ("an object", dict, "model origin report split data hidden_states"),
+    (
+        "a list of objects",
+        list[dict],
+        "report.stages report.dropped report.omitted report.control_tokens report.domains",
+    ),
+    ("a list of layer numbers", list[NonNegativeInt], "hidden_states.layer_ids"),
+    ("numbers of rows, train and val", _Split, "split data.split"),
+    ("a string", str | None, "model.target_model_path model.fingerprint"),
+)
+
+
 def read_data_config(folder: str | Path) -> dict:
     """data_config.json of a prepared folder or a feature folder, ours or upstream's; empty: there is none. ValueError
     names the file and the field that is not as it was written."""
@@ -63,11 +84,19 @@ def read_data_config(folder: str | Path) -> dict:
     if not file.is_file():
         return {}
     config = read_object(file)
-    for valid, field, value, expected in _config_checks(config):
-        if not valid:
-            raise ValueError(
-                f"{file}: {field}={brief(value)}, expected {expected}. Make the folder again, or copy the file again."
-            )
+    for expected, kind, fields in RECORDED:
+        for field in fields.split():
+            part, _, name = field.rpartition(".")
+            there = config.get(part, {}) if part else config
+            if name not in there:
+                continue
+            try:
+                TypeAdapter(kind).validate_python(there[name], strict=True)
+            except ValidationError:
+                raise ValueError(
+                    f"{file}: {field}={brief(there[name])}, expected {expected}. Make the folder again, or copy the "
+                    "file again."
+                ) from None
     return config
 
 
@@ -76,36 +105,6 @@ def config_of(dataset: Dataset) -> dict:
     folders = {Path(file["filename"]).parent for file in dataset.cache_files}
     configs = [config for config in map(read_data_config, folders) if config]
     return configs[0] if len(configs) == 1 else {}
-
-
-def _config_checks(config):
-    "(whether it is valid, field, value, what is expected) of each field that is read."
-    for name in ("model", "origin", "report", "split", "data", "hidden_states"):
-        part = config.get(name, {})
-        yield isinstance(part, dict), name, part, "an object"
-    for name in ("stages", "dropped", "omitted", "control_tokens", "domains"):
-        lines = config.get("report", {}).get(name, [])
-        yield _all(lines, dict), f"report.{name}", lines, "a list of objects"
-    layers = config.get("hidden_states", {}).get("layer_ids", [])
-    valid = _all(layers, int) and all(map(_is_count, layers))
-    yield valid, "hidden_states.layer_ids", layers, "a list of layer numbers"
-    for name, part in (("split", config), ("data.split", config.get("data", {}))):
-        split = part.get("split", {"train": 0, "val": 0})
-        valid = isinstance(split, dict)
-        valid = valid and _is_count(split.get("train")) and _is_count(split.get("val"))
-        yield valid, name, split, "numbers of rows, train and val"
-    for name in ("target_model_path", "fingerprint"):
-        value = config.get("model", {}).get(name)
-        yield isinstance(value, str | None), f"model.{name}", value, "a string"
-
-
-def _all(values, kind):
-    return isinstance(values, list) and all(isinstance(value, kind) for value in values)
-
-
-def _is_count(value):
-    "Whether a value is a whole number from 0 on; True is none."
-    return type(value) is int and value >= 0
 
 
 def changes(old: dict, new: dict) -> list[str]:
@@ -212,7 +211,7 @@ class Prepared:
     what is in it, as it does itself in a notebook."""
 
     def __init__(self, folder: str | Path):
-        self.folder = Path(folder)
+        self.folder = folder = Path(folder).expanduser()
         rows = load_table(folder)
         _check_columns(folder, rows)
         self.config = read_data_config(folder)
@@ -226,11 +225,8 @@ class Prepared:
                 f"{folder}: data_config.json counts {sum(split.values())} rows, the table has "
                 f"{len(rows)}. One of them is of another run: prepare again."
             )
-        self.train = self._between(0, split["train"])
-        self.val = self._between(split["train"], len(rows))
-
-    def _between(self, start, end):
-        return self.rows.select(range(start, end) if start < end else [])
+        self.train = self.rows.select(range(split["train"]) or [])
+        self.val = self.rows.select(range(split["train"], len(rows)) or [])
 
     def __len__(self):
         return len(self.rows)

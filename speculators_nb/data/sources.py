@@ -66,6 +66,20 @@ def as_row(value) -> dict | BadRow:
     )
 
 
+def row_of_table(row: dict) -> dict:
+    """A row of a table, whose objects all have the fields of all: without the None that fills in those that an object
+    lacked, such as the arguments that another call of a tool has."""
+    return {name: _without_none(value) for name, value in row.items()}
+
+
+def _without_none(value):
+    if isinstance(value, dict):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    if isinstance(value, list) and value and isinstance(value[0], (dict, list)):  # none of token ids
+        return [_without_none(v) for v in value]
+    return value
+
+
 def _odd(error):
     "What Python's reader of JSON does not read, though it is JSON."
     if isinstance(error, RecursionError):
@@ -220,7 +234,7 @@ def _read_parquet(path):
             widest = max((g.total_byte_size // max(g.num_rows, 1) for g in groups), default=0)
             for batch in file.iter_batches(max(1, min(256, LINE // max(widest, 1)))):
                 for row in batch.to_pylist():
-                    yield f"row {(n := n + 1)}", row
+                    yield f"row {(n := n + 1)}", row_of_table(row)
     except Exception as e:  # pyarrow has many kinds; its OSError for damage has no number
         if isinstance(e, OSError) and e.errno:
             raise
@@ -312,7 +326,8 @@ def table_files(folder: str | Path) -> list[str]:
 def load_table(folder: str | Path) -> "Dataset":
     """Open an Arrow table that `Dataset.save_to_disk` wrote, memory-mapped. FileNotFoundError: there is none, or a file
     of its list is missing; ValueError: its list of files leads out of the folder, or a file is damaged."""
-    folder, names = Path(folder), table_files(folder)
+    folder = Path(folder).expanduser()
+    names = table_files(folder)
     from datasets import load_from_disk
 
     from ..core.checkpoints import inside
@@ -383,7 +398,8 @@ def files_of(data) -> list[Path] | None:
             f"file of it org/name:file.jsonl; known by a name are {', '.join(PRESETS)}"
         )
     if (path / "state.json").is_file():
-        return sorted(path.glob("*.arrow"))
+        names = table_files(path)  # beside them `datasets` caches what it made of the table
+        return sorted(file for file in path.glob("*.arrow") if file.name in names)
     if (path / "dataset_dict.json").is_file():
         splits = ", ".join(sorted(p.parent.name for p in path.glob("*/state.json")))
         raise ValueError(f"{path}: holds several tables ({splits}); name the folder of one")
@@ -428,7 +444,7 @@ def _hub(spec):
     n = -1
     try:
         for n, row in enumerate(load_dataset(name, subset, split=split, streaming=True)):
-            yield f"{spec}, row {n}", row
+            yield f"{spec}, row {n}", row_of_table(row)
     except Exception as e:
         after = f" after row {n}" if n >= 0 else ""
         raise ValueError(
@@ -449,18 +465,19 @@ def located(data: str | Path | Iterable) -> Iterator[tuple[str, dict | BadRow]]:
             rows = _hub(name)
             only = ONLY.get(str(data))
             yield from rows if only is None else (row for row in rows if only(row[1]))
-        elif (Path(data) / "state.json").is_file():
-            table: Any = load_table(data).with_format(None)
-            yield from ((f"{data}, row {n}", row) for n, row in enumerate(table))
+        elif (path := Path(data).expanduser() / "state.json").is_file():
+            table: Any = load_table(path.parent).with_format(None)
+            yield from ((f"{data}, row {n}", row_of_table(row)) for n, row in enumerate(table))
         else:
             for path in files_of(data) or ():
                 yield from read_file(path)
         return
+    read = row_of_table if hasattr(data, "features") else as_row  # only tables of `datasets` have features
     for n, row in enumerate(data):
         if isinstance(row, (str, Path)):
             yield from located(row)
         else:
-            yield f"conversation {n}", as_row(row)
+            yield f"conversation {n}", read(row)
 
 
 def read_conversations(
@@ -485,8 +502,8 @@ def conversation_count(data: str | Path | Iterable, limit: int | None = None) ->
             if named or not isinstance(data, Sized):
                 return None
             n = len(data)
-        elif (Path(data) / "state.json").is_file():
-            n = len(load_table(data))
+        elif (path := Path(data).expanduser() / "state.json").is_file():
+            n = len(load_table(path.parent))
         else:
             files, n = files_of(data), 0
             if files is None or not all(path.suffix in (".jsonl", ".parquet") for path in files):

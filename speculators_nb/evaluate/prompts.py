@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.options import PROMPT_SETS, check_options, near, shown
-from ..data.messages import QUESTIONS, brief, normalize, tools_of
+from ..data.messages import QUESTIONS, brief, messages_alone, tools_of
 from ..data.sources import HELD_OUT, files_of, hub_name, read_conversations
 
 log = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ def prompt_of(row: dict, domain: str = "all") -> Prompt | None:
     if layout is not None:
         messages = [{"role": "user", "content": _question(row, layout)}]
     elif any(row.get(name) for name in ("messages", "conversations", *QUESTIONS)):
-        messages = questions_of(normalize(row))[0]
+        messages = questions_of(messages_alone(row))[0]
     else:
         known = ", ".join(("messages", "conversations", "input_ids", "turns", *QUESTIONS))
         raise ValueError(f"a row has none of {known}; it has {brief(sorted(row))}")

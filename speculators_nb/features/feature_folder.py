@@ -70,7 +70,8 @@ def split_of(dataset: Dataset) -> dict:
 def table_of(rows: Dataset | str | os.PathLike) -> Dataset:
     "A prepared table, or that of a folder, with a column seq_len. FileNotFoundError: there is none."
     if not isinstance(rows, Dataset):
-        folders = [f for f in (Path(rows), Path(rows) / "rows") if (f / "state.json").is_file()]
+        folder = Path(rows).expanduser()
+        folders = [f for f in (folder, folder / "rows") if (f / "state.json").is_file()]
         if not folders:
             raise FileNotFoundError(f"rows={str(rows)!r}: no prepared table there; make one with prepare_data")
         rows = load_table(folders[0]).with_format(None)
@@ -297,8 +298,8 @@ class FeatureDataset(FeatureRows):
         layers: list[int] | None = None,  # for `hidden_states`; None: all stored but the last
         layer_ids: list[int] | None = None,  # stored, last included; None: data_config.json's
     ):
-        self.data_dir = Path(data_dir)
-        self.where = f"data_dir {str(self.data_dir)!r}"
+        self.data_dir = data_dir = Path(data_dir).expanduser()
+        self.where = f"data_dir {str(data_dir)!r}"
         layout = "ours" if rows is not None else layout_of(data_dir)
         if layout == "legacy":
             self.files = _LegacyRows(self.data_dir)

@@ -348,6 +348,8 @@ class FeatureRows(torch.utils.data.Dataset):
         """A sample of row i, as from `sample_of`, checked. FeatureError: another length, other slots or another hidden
         size than the rows before, a token id outside the vocabulary."""
         problem = row_problem(row, self.shape, self.vocab_size)
+        if not problem and len(row.input_ids) != self.lengths[i]:  # by which rows are packed
+            problem = f"the row has {len(row.input_ids)} tokens, {self.lengths[i]} by the table's seq_len"
         if problem:
             raise FeatureError(self.place(i), problem)
         return sample_of(*row, self.columns)

@@ -14,9 +14,10 @@ class Ranks(NamedTuple):
     local_rank: int = 0  # among those of this machine: its device
 
 
-LAUNCHERS = (  # names of rank, of world size (the first that is set counts) and of local rank
-    ("RANK", ("WORLD_SIZE",), "LOCAL_RANK"),
-    ("SLURM_PROCID", ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), "SLURM_LOCALID"),
+LAUNCHERS = (  # names of rank, of world size and of local rank
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    # srun sets all of them. A batch script, which runs once for all tasks, has rank 0 and no number of tasks of a step
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID"),
 )
 
 
@@ -35,16 +36,16 @@ def ranks_of(environ: Mapping[str, str] | None = None) -> Ranks:
     """Rank, world size and local rank by the variables of torchrun or srun, in the environment of this process; rank 0
     of 1 where nothing is announced. ValueError: they contradict each other."""
     environ = os.environ if environ is None else environ
-    for name, sizes, local in LAUNCHERS:
-        size = next((s for s in sizes if s in environ), None)
-        if name not in environ and (size is None or name == "SLURM_PROCID"):
-            continue
-        if name not in environ or size is None:
-            there, missing = (size, name) if size else (name, sizes[-1])
+    for name, size, local in LAUNCHERS:
+        missing = [variable for variable in (name, size) if variable not in environ]
+        if len(missing) == 1 and name == "RANK":
+            there = size if missing == [name] else name
             raise ValueError(
-                f"{there}={environ[there]!r}: {missing} is not set, and both are needed; start "
+                f"{there}={environ[there]!r}: {missing[0]} is not set, and both are needed; start "
                 f"the command with torchrun or srun, or unset {there}"
             )
+        if missing:
+            continue
         rank, world_size = _number(environ, name), _number(environ, size)
         if rank >= world_size:
             raise ValueError(

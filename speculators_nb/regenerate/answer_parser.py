@@ -135,7 +135,7 @@ class CallMarks(NamedTuple):
         while match:
             try:
                 calls += _READ[self.kind](match, self.argument, tools)
-            except (ValueError, SyntaxError, LookupError, TypeError, AttributeError) as e:
+            except (ValueError, SyntaxError, LookupError, TypeError, AttributeError, RecursionError) as e:
                 if not self.begin:
                     return text, []  # an answer that is JSON, and no call
                 reason = f"a tool call whose {self.kind} is damaged ({type(e).__name__})"
@@ -362,7 +362,7 @@ class AnswerParser:
             if called:
                 try:
                     calls.append(_call(called[1], json.loads(match["body"])))
-                except (ValueError, TypeError) as e:
+                except (ValueError, TypeError, RecursionError) as e:
                     raise UnreadableAnswer("a tool call whose arguments are no object") from e
             elif channel in ("analysis", "final", "commentary"):
                 (thoughts if channel == "analysis" else contents).append(match["body"])
@@ -440,7 +440,7 @@ class AnswerParser:
                 opens, _, rest = text.removeprefix(header).partition(_REASON)
                 closes = rest.partition(_ANSWER)[0].strip().removesuffix(before).strip()
                 known = [pair for pair in REASONING if pair[1] in closes]
-                return known[0] if known else (opens.strip(), closes)
+                return known[0] if known else (opens.strip(), closes) if closes else None
         source = str(self.tokenizer.chat_template)
         vocabulary = {str(token) for token in self.tokenizer.added_tokens_decoder.values()}
         known = (pair for pair in REASONING if pair[1] in source or pair[1] in vocabulary)

@@ -143,9 +143,10 @@ class ServerReplay:
                 reply = self._request(replay, history)
                 answer = self._read(reply, replay, history)
             except EndpointError as e:
-                if e.status != 400 or not _TOO_LONG.search(str(e)) or not replay.rows:
+                if e.status not in (400, 413, 422) or not replay.rows:  # what is answered is kept
                     raise
-                replay.end("a prompt beyond the server's limit")
+                too_long = _TOO_LONG.search(str(e))
+                replay.end("a prompt beyond the server's limit" if too_long else f"a refused prompt, status {e.status}")
                 break
             if self.max_length and len(answer.prompt) >= self.max_length:
                 replay.end(f"a prompt beyond {self.max_length} tokens")

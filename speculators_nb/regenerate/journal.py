@@ -230,7 +230,7 @@ class Journal:
     meanwhile."""
 
     def __init__(self, path: str | Path, settings: dict, rank: int = 0, world_size: int = 1):
-        self.path, self.settings = Path(path), json.loads(json.dumps(settings))
+        self.path, self.settings = Path(path).expanduser(), json.loads(json.dumps(settings))
         self.rank, self.world_size = rank, world_size
         share = f".{rank}-of-{world_size}" if world_size > 1 else ""
         self.errors = self.path.with_suffix(f"{share}.errors.jsonl")
@@ -294,7 +294,11 @@ class Journal:
     def write(self, replay: Replay, **metadata) -> None:
         "Keep a conversation. ValueError: another process has written with other settings meanwhile."
         lines = replay.lines(self.settings | metadata)
-        text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        try:
+            text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        except RecursionError as e:  # arguments of a call that the verifier wrote
+            self.fail(replay.key, e, replay.where)
+            return
         with self._disk(), self._lock:
             self._check_last_line()
             append_lines(self.path, text.encode("utf-8", "surrogatepass"))

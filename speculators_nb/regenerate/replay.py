@@ -12,7 +12,7 @@ from functools import partial
 
 from ..data.chat_encoding import add_turn
 from ..data.chat_template import reach, template_errors
-from ..data.messages import THOUGHT, brief, domain_of, normalize, tools_of
+from ..data.messages import THOUGHT, brief, domain_of, messages_alone, tools_of
 from ..data.sources import content_hash, identity
 
 # No tools are executed: the i-th call of a turn gets the i-th recorded result if both name the same tool and the call
@@ -186,7 +186,7 @@ class Replay:
 
     def __init__(self, row: dict | list[dict], sampling: dict | None = None, seed: int = 0, where: str = ""):
         row = row if isinstance(row, dict) else {"messages": row}
-        self.original = normalize(row)
+        self.original = messages_alone(row)
         self.seed, self.where = seed, where
         self.key, self.content = identity(row), content_hash(row)
         definitions = [

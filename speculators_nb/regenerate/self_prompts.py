@@ -115,7 +115,7 @@ def write_self_prompts(
     the same. Errors: ValueError: the file was made otherwise, or nothing that is written can be
     used."""
     check_options(dict(self_prompts=n, languages=languages, seed=seed, batch_size=batch_size))
-    path, dropped = Path(path), Counter()
+    path, dropped = Path(path).expanduser(), Counter()
     begin, ends = user_turn(tokenizer), eos_ids_of(verifier, tokenizer)
     control = ControlTokens(tokenizer)
     ends |= {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}

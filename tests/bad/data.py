@@ -180,7 +180,10 @@ LEFT_OUT = [  # what cannot be trained, though it can be read
     ("calls that the template omits", said(tool_calls=[{"name": "add"}]), "chat template leaves out calls of tools"),
     ("every answer has weight 0", said(weight=0), "no trained token in the first 2048"),
 ]
-TEXT_ONLY = [("a picture", asked([{"type": "image", "path": "x.png"}]), "holds more than text")]
+TEXT_ONLY = [
+    ("a picture", asked([{"type": "image", "path": "x.png"}]), "holds more than text"),
+    ("a picture in a column", TALK | {"images": ["x.png"]}, "holds more than text|its pictures are in a column"),
+]
 UNANSWERED = [
     ("nobody answers", {"messages": [ASK]}, "no assistant message that answers another"),
     ("only an answer", {"messages": [{"role": "system", "content": "x"}]}, "no assistant message that answers another"),
