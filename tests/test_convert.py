@@ -12,11 +12,12 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3NextConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from speculators_nb.core.config import SpeculatorModelConfig, SpeculatorsConfig
 from speculators_nb.decode.generate import generate
+from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.convert import convert, detect, export_native
 from speculators_nb.models.formats import NativeCheckpoint, formats
@@ -395,6 +396,11 @@ def test_eagle3_as_others_write_it(eagle3, home, tmp_path):
         ),
         ours,
     )
+    nothing = dict(eagle_config=dict(eagle_aux_hidden_state_layer_ids=[], use_aux_hidden_state=True))
+    assert (
+        SpeculatorModelConfig.from_pretrained(made("no layers", config=nothing)).eagle_aux_hidden_state_layer_ids
+        == [2, 4, 5]  # as in vLLM
+    )
     said = json.loads(
         (
             made(
@@ -449,6 +455,33 @@ def test_eagle3_as_others_write_it(eagle3, home, tmp_path):
         and layer.transformer_layer_config.rope_parameters["factor"] == 4
     )
     assert layer.transformer_layer_config.max_position_embeddings == 128  # no shorter than the verifier's
+
+
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2"])
+def test_layers_like_llamas(family, kind, home, tmp_path):
+    """A window on all layers, or biases on q, k, v: written as a Llama's layer, which other projects' code and engines
+    read (EAGLE's drafters for Qwen2 are stored so), and read back with the same numbers."""
+    shape = {name: value for name, value in SHAPE.items() if name != "head_dim"}
+    layer = dict(mistral=MistralConfig, qwen2=Qwen2Config)[family](**shape, num_hidden_layers=1)
+    if family == "mistral":
+        layer.sliding_window = 3
+    fields = dict(transformer_layer_config=layer)
+    if kind == "eagle3":
+        fields |= dict(draft_vocab_size=V, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    config_class = SpeculatorModel.registered_class(kind).config_class
+    config = config_class(**fields, speculators_config=base(kind, home, 3))
+    save(tmp_path / "ours", config, random_state(config, 1, [torch.float32]))
+    raw = json.loads((Path(export_native(tmp_path / "ours", tmp_path / "native")) / "config.json").read_text())
+    assert raw["architectures"] == ["LlamaForCausalLM" if kind == "eagle" else "LlamaForCausalLMEagle3"]
+    assert (raw["model_type"], raw["qkv_bias"]) == ("llama", family == "qwen2")
+    convert(tmp_path / "native", tmp_path / "back", home / "v")
+    ours, back = (SpeculatorModel.from_pretrained(tmp_path / name) for name in ("ours", "back"))
+    same(ours.saved_state(), back.saved_state())
+    assert [x.window for x in back.layers] == [x.window for x in ours.layers] == [3 if family == "mistral" else None]
+    tokens, features = torch.arange(9), torch.randn(8, len(ours.drafter().aux_layer_ids) * H)
+    drafts = [model.drafter().propose(tokens, features, 4, Sampling()).tokens.tolist() for model in (ours, back)]
+    assert drafts[0] == drafts[1]
 
 
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
@@ -551,6 +584,16 @@ def test_dflash_as_others_write_it(home, tmp_path):
         and forced.transformer_layer_config.sliding_window == 9
         and forced.sliding_window_non_causal
     )
+    window = dict(dflash_config=raw["dflash_config"] | dict(swa_window_size=9), sliding_window=5)
+    for change, drop in (
+        (window | dict(layer_types=["sliding_attention"] * 2), ()),
+        (window | dict(use_sliding_window=True, max_window_layers=0, sliding_window=9), ("layer_types",)),
+    ):  # the window without `use_swa`; Qwen3's own words for sliding layers
+        source = rewritten(native, tmp_path / f"window{len(drop)}", config=change, drop=drop)
+        layer = SpeculatorModelConfig.from_pretrained(
+            convert(source, tmp_path / f"window{len(drop)} made", home / "v")
+        ).transformer_layer_config
+        assert (layer.layer_types, layer.sliding_window) == (["sliding_attention"] * 2, 9)
     for name in ("causal", "causal_head"):  # z-lab's and vLLM's word, JetSpec's
         source = rewritten(native, tmp_path / name, config=dict(dflash_config=raw["dflash_config"] | {name: True}))
         made = SpeculatorModelConfig.from_pretrained(convert(source, tmp_path / f"{name} made", home / "v"))
@@ -562,6 +605,8 @@ def test_dflash_as_others_write_it(home, tmp_path):
         ),
         (dict(config=dict(dflash_config=dict(mask_token_id=7))), "target_layer_ids is not in config.json"),
         (dict(config=dict(input_embedding_scale=4.0)), "input_embedding_scale is 4.0"),
+        (dict(config=dict(is_neox_style=False)), "is_neox_style is False"),  # vLLM reads these two
+        (dict(config=dict(logit_scale=0.5)), "logit_scale is 0.5"),
         (dict(tensors={"lm_head.weight": torch.randn(V, H)}), "lm_head.weight differs from that of verifier"),
         (
             dict(tensors={"layers.0.self_attn.g_proj.weight": torch.randn(4, H)}),
@@ -788,7 +833,7 @@ def test_the_wrong_verifier(eagle3, home, tmp_path):
     with pytest.raises(ValueError, match="vocabulary 48, .* has 56; give the verifier"):
         convert(eagle3 / "native", tmp_path / "no", tmp_path / "large")
     LlamaConfig(**SHAPE | dict(vocab_size=30), num_hidden_layers=LAYERS).save_pretrained(tmp_path / "small")
-    with pytest.raises(ValueError, match="d2t leads to token .*another verifier"):
+    with pytest.raises(ValueError, match="d2t leads to tokens 1 to 47, .*another verifier"):
         convert(eagle3 / "native", tmp_path / "no", tmp_path / "small")
     layer = draft_layer_config(LlamaConfig(**SHAPE, num_hidden_layers=LAYERS))
     config = SpeculatorModel.registered_class("eagle").config_class(

@@ -4,7 +4,6 @@ Tensors are renamed and nothing is computed, so nothing is lost on the way back;
 import inspect
 import json
 import os
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from ..core.files import atomic_folder
 from ..core.options import check_options, near, shown
 from ..core.provenance import write_provenance
 from ..verifier.folders import new_folder, refuse_own
-from .base import FOREIGN, SpeculatorModel, stored_state
+from .base import FOREIGN, SpeculatorModel, commonest_dtype, stored_state
 from .formats import FieldsAndTensors, NativeCheckpoint, NativeFormat, Target, Tensors, formats, verifier_target
 from .quantised import compressed_tensors_config, fp8_weights, unquantised_config
 
@@ -28,7 +27,6 @@ __all__ = [
     "check_fields",
     "check_sizes",
     "read_foreign",
-    "commonest_dtype",
     "Converted",
     "converted",
     "read_drafter",
@@ -125,12 +123,6 @@ def read_foreign(entry: NativeFormat, native: NativeCheckpoint, target: Target) 
             f"{entry.name} ({type(e).__name__}: {' '.join(str(e).split())[:200]}); fetch the "
             "checkpoint again, or name its format"
         ) from e
-
-
-def commonest_dtype(state: Tensors) -> torch.dtype:
-    "Of the floating tensors: what config.json names."
-    counts = Counter(w.dtype for w in state.values() if w.is_floating_point())
-    return max(counts, key=lambda dtype: (counts[dtype], str(dtype)))
 
 
 class Converted(NamedTuple):

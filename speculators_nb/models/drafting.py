@@ -196,12 +196,12 @@ class ToRead:
 
 # %% ../../nbs/models/03_drafting.ipynb #93fe2ba6
 def deepest_proposal(
-    config: SpeculatorsConfig,
+    config: SpeculatorsConfig | None,  # None: a drafter that names no verifier yet
 ) -> int | None:  # draft tokens in a row; None: no method says
     "How many tokens in a row the deepest proposal method drafts."
     depths = [
         getattr(method, "depth", None) or getattr(method, "speculative_tokens", None)
-        for method in config.proposal_methods
+        for method in (config.proposal_methods if config else ())
     ]
     return max((depth for depth in depths if depth), default=None)
 

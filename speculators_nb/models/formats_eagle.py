@@ -4,7 +4,7 @@ The tensors are ours under other names."""
 import re
 from functools import partial
 
-from ..nn.layers import layer_window
+from ..nn.layers import ALIKE_FAMILIES, layer_window
 from ..verifier.parts import load_verifier_tensors
 from ..verifier.tapped_model import check_aux_layer_ids, default_aux_layer_ids
 from .eagle import EagleSpeculatorConfig
@@ -71,7 +71,7 @@ def check_served_layer(config: EagleSpeculatorConfig) -> None:
             f"with {'=False, '.join(extra)}=False"
         )
     layer = config.transformer_layer_config
-    if layer.model_type != "llama":
+    if layer.model_type not in ("llama", *ALIKE_FAMILIES):
         raise ValueError(
             f"transformer_layer_config.model_type is {layer.model_type!r}: vLLM's EAGLE-1 "
             "has a Llama layer; train with draft_arch='llama'"
@@ -101,7 +101,7 @@ def write_eagle(
     layer = config.transformer_layer_config
     raw = flat_config(
         layer,
-        architectures=[f"{type(layer).__name__.removesuffix('Config')}ForCausalLM"],
+        architectures=["Qwen3ForCausalLM" if layer.model_type == "qwen3" else "LlamaForCausalLM"],
         num_hidden_layers=1,
         bias=config.fusion_bias,
         speculative_tokens=config.proposed_tokens,
@@ -132,9 +132,7 @@ register_format(
 )
 
 
-EAGLE3_CLASSES = {"llama": "LlamaForCausalLMEagle3", "deepseek_v3": "Eagle3DeepseekV2ForCausalLM"}
-# vLLM takes any drafter of the type deepseek_v3 for the verifier's MTP head; the layer is the same
-SERVED_AS = {"deepseek_v3": "deepseek_v2"}
+EAGLE3_CLASSES = {"qwen3": "Eagle3Qwen3ForCausalLM", "deepseek_v3": "Eagle3DeepseekV2ForCausalLM"}
 EAGLE3_NAMES = {"midlayer.": "layers.0.", "model.midlayer.": "layers.0.", "model.": ""}
 
 
@@ -149,14 +147,12 @@ def eagle3_layer_ids(native: NativeCheckpoint, target: Target, count: int) -> li
         )
     num_layers = target.config.num_hidden_layers
     layer_ids = value("eagle_aux_hidden_state_layer_ids")
-    if layer_ids is None and count != 3:
+    if not layer_ids and count != 3:
         raise ValueError(
             f"{native.name}: fc.weight reads {count} layers and config.json does not say "
             f"which; give config={{'eagle_aux_hidden_state_layer_ids': [...]}}"
         )
-    if layer_ids is None:
-        layer_ids = default_aux_layer_ids(num_layers)
-    return check_aux_layer_ids(layer_ids, num_layers)
+    return check_aux_layer_ids(layer_ids or default_aux_layer_ids(num_layers), num_layers)
 
 
 def read_eagle3(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
@@ -198,8 +194,7 @@ def write_eagle3(config: Eagle3SpeculatorConfig, tensors: Tensors, folder: Folde
     layer = config.transformer_layer_config
     raw = flat_config(
         layer,
-        model_type=SERVED_AS.get(layer.model_type, layer.model_type),
-        architectures=[EAGLE3_CLASSES.get(layer.model_type, "Eagle3Qwen3ForCausalLM")],
+        architectures=[EAGLE3_CLASSES.get(layer.model_type, "LlamaForCausalLMEagle3")],
         speculative_tokens=config.proposed_tokens,
         draft_vocab_size=config.draft_vocab_size,
         norm_before_residual=config.norm_before_residual,
@@ -208,6 +203,8 @@ def write_eagle3(config: Eagle3SpeculatorConfig, tensors: Tensors, folder: Folde
         norm_output=config.norm_output,
         embed_requires_grad=config.embed_requires_grad,
     )
+    if layer.model_type == "deepseek_v3":  # of which vLLM takes any drafter for the verifier's MTP head
+        raw["model_type"] = "deepseek_v2"  # the layer is the same
     if config.target_hidden_size:
         raw["target_hidden_size"] = config.target_hidden_size
     if layer_ids := config.eagle_aux_hidden_state_layer_ids:
