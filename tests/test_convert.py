@@ -20,7 +20,7 @@ from speculators_nb.decode.generate import generate
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.convert import convert, detect, export_native
-from speculators_nb.models.formats import NativeCheckpoint, formats
+from speculators_nb.models.formats import FORMATS, NativeCheckpoint, formats
 from speculators_nb.models.mtp_native import stitch_mtp
 from speculators_nb.nn.draft_vocabulary import vocab_mapping_from_frequencies
 from speculators_nb.nn.layers import Rotary, draft_layer_config
@@ -134,7 +134,7 @@ def drafter(draw, kind):
             "v",
             K,
         )
-    if kind == "eagle3":
+    if kind in ("eagle3", "peagle"):
         norm = draw(st.sampled_from(["", "norm_before_fc", "fc_norm"]))
         return (
             dict(
@@ -145,7 +145,8 @@ def drafter(draw, kind):
                 norm_output=draw(st.booleans()),
                 embed_requires_grad=draw(st.booleans()),
             )
-            | ({norm: True} if norm else {}),
+            | ({norm: True} if norm else {})
+            | (dict(mask_token_id=draw(st.integers(0, V - 1)), num_depths=K) if kind == "peagle" else {}),
             mapping(vd, seed),
             "v",
             K,
@@ -235,6 +236,7 @@ def weights(folder):
 KINDS = {
     "eagle": "eagle",
     "eagle3": "eagle3",
+    "peagle": "peagle",
     "dflash": "dflash",
     "dflash2": "dflash2",
     "dspark": "dspark",
@@ -911,7 +913,27 @@ def test_errors(eagle3, home, tmp_path):
     assert not (tmp_path / "no").exists()
 
 
-def test_types_without_a_foreign_format(home, tmp_path):
+def test_peagle_as_released(home, tmp_path):
+    "The mask token under the name that Amazon's checkpoints have, `mask_hidden` with fewer dimensions."
+    layer = draft_layer_config(LlamaConfig(**SHAPE, num_hidden_layers=LAYERS), num_layers=2)
+    fields = dict(transformer_layer_config=layer, draft_vocab_size=V, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    config_class = SpeculatorModel.registered_class("peagle").config_class
+    config = config_class(**fields, mask_token_id=3, speculators_config=base("peagle", home, 4))
+    save(tmp_path / "ours", config, random_state(config, 0, [torch.float32]))
+    native = Path(export_native(tmp_path / "ours", tmp_path / "native"))
+    flat = {"mask_hidden": weights(native)["mask_hidden"].view(1, -1)}
+    missing = ("mask_token_id", "eagle_config", "num_depths", "speculative_tokens", "embed_requires_grad")
+    released = rewritten(native, tmp_path / "released", flat, drop=(*missing, "mask_hidden"))
+    made = SpeculatorModel.from_pretrained(released, verifier=home / "v")
+    same(made.saved_state(), weights(tmp_path / "ours"))
+    assert (made.config.mask_token_id, made.config.proposed_tokens, made.config.num_depths) == (3, 8, 8)
+    without = rewritten(released, tmp_path / "without", drop=("ptd_token_id",))
+    with pytest.raises(ValueError, match="mask_token_id, pard_token, ptd_token_id: none is in config.json"):
+        convert(without, tmp_path / "no", home / "v")
+
+
+def test_types_without_a_foreign_format(home, tmp_path, monkeypatch):
+    monkeypatch.delitem(FORMATS, "peagle")
     layer = draft_layer_config(LlamaConfig(**SHAPE, num_hidden_layers=LAYERS), "qwen3")
     config = SpeculatorModel.registered_class("peagle").config_class(
         transformer_layer_config=layer,

@@ -190,6 +190,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     adapter: AdapterRecord | None = None  # of `nn.lora`, while there is one on the weights
     served_as: tuple[str, bool]  # vLLM's method, and whether it drafts all tokens in parallel
     serving_rules: tuple[Rule, ...] = ()  # what vLLM would refuse, see `models.serving_rules`
+    serving_cautions: tuple[Rule, ...] = ()  # what it does differently on some builds or for some requests alone
 
     # of transformers
     supports_gradient_checkpointing = True
@@ -690,6 +691,12 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     def vllm_method(cls) -> tuple[str, bool] | None:  # None: vLLM has no such model
         "How vLLM serves this class; a subclass is another model, and says so for itself."
         return vars(cls).get("served_as")
+
+    @classmethod
+    def serving_warnings(cls, raw: dict[str, Any]) -> list[str]:
+        """What vLLM does differently with a stored config.json on one of its builds, or for some requests: sentences
+        with the remedy."""
+        return [sentence for caution in cls.serving_cautions for sentence in caution(raw, None)]
 
     @classmethod
     def serving_violations(cls, raw: dict[str, Any], verifier: PretrainedConfig | None = None) -> list[str]:

@@ -19,24 +19,6 @@ from .base import FOREIGN, SpeculatorModel, commonest_dtype, stored_state
 from .formats import FieldsAndTensors, NativeCheckpoint, NativeFormat, Target, Tensors, formats, verifier_target
 from .quantised import compressed_tensors_config, fp8_weights, unquantised_config
 
-__all__ = [
-    "recognise",
-    "detect",
-    "choose_format",
-    "json_object",
-    "check_fields",
-    "check_sizes",
-    "read_foreign",
-    "Converted",
-    "converted",
-    "read_drafter",
-    "convert",
-    "formats_of",
-    "saved_tensors",
-    "export_native",
-    "export_fp8",
-]
-
 
 def recognise(native: NativeCheckpoint) -> NativeFormat:
     "The one format that fits a checkpoint. Errors: ValueError for none or several."

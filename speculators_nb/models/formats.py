@@ -296,9 +296,9 @@ def flat_config(config: PretrainedConfig, **others) -> dict[str, Any]:  # -> a c
     return fields | others
 
 
-def count_layers(names: Iterable[str]) -> int:  # of tensors, `layers.0.…` -> 1 more than the highest number
-    "How many decoder layers there are."
-    found = [re.match(r"layers\.(\d+)\.", name) for name in names]
+def count_layers(names: Iterable[str], pattern: str = r"layers\.(\d+)\.") -> int:
+    "How many decoder layers there are, or what else a number in the tensors' names counts: one more than the highest."
+    found = [re.match(pattern, name) for name in names]
     return 1 + max((int(match[1]) for match in found if match), default=-1)
 
 

@@ -1,8 +1,9 @@
-"""Reading and writing checkpoints of the EAGLE repositories, HASS, SpecForge, NVIDIA ModelOpt and AngelSlim.
+"""Reading and writing checkpoints of EAGLE and P-EAGLE, of HASS, SpecForge, NVIDIA ModelOpt and AngelSlim.
 The tensors are ours under other names."""
 
 import re
 from functools import partial
+from typing import Any
 
 from ..nn.layers import ALIKE_FAMILIES, layer_window
 from ..verifier.parts import load_verifier_tensors
@@ -27,6 +28,7 @@ from .formats import (
     write_native,
 )
 from .llama_cpp import GGUFDraft, Limits, register_gguf
+from .peagle import PEagleSpeculatorConfig
 from .serving_rules import LAYER
 
 # EAGLE's and HASS's repositories share one layout: the decoder layer's configuration is in the top level of
@@ -189,8 +191,8 @@ def read_eagle3(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     return fields, tensors
 
 
-def write_eagle3(config: Eagle3SpeculatorConfig, tensors: Tensors, folder: Folder, target: Target | None = None):
-    'Write an EAGLE-3 research checkpoint. vLLM serves it with method "eagle3".'
+def eagle3_config_json(config: Eagle3SpeculatorConfig) -> dict[str, Any]:
+    "The config of the layout."
     layer = config.transformer_layer_config
     raw = flat_config(
         layer,
@@ -209,13 +211,18 @@ def write_eagle3(config: Eagle3SpeculatorConfig, tensors: Tensors, folder: Folde
         raw["target_hidden_size"] = config.target_hidden_size
     if layer_ids := config.eagle_aux_hidden_state_layer_ids:
         raw["eagle_config"] = dict(eagle_aux_hidden_state_layer_ids=layer_ids, use_aux_hidden_state=True)
-    write_native(folder, raw, rename(tensors, {"layers.0.": "midlayer."}))
+    return raw
+
+
+def write_eagle3(config: Eagle3SpeculatorConfig, tensors: Tensors, folder: Folder, target: Target | None = None):
+    'Write an EAGLE-3 research checkpoint. vLLM serves it with method "eagle3".'
+    write_native(folder, eagle3_config_json(config), rename(tensors, {"layers.0.": "midlayer."}))
 
 
 def is_eagle3(config: dict, names: set[str]) -> bool:
     "Whether tensor names are those of an EAGLE-3 checkpoint."
     first_layer = re.compile(r"(model\.)?(midlayer\.|layers\.0\.hidden_norm\.)")
-    return any(first_layer.match(name) for name in names)
+    return "mask_hidden" not in names and any(first_layer.match(name) for name in names)
 
 
 register_format(
@@ -227,6 +234,54 @@ register_format(
         recognises=is_eagle3,
         read=read_eagle3,
         write=write_eagle3,
+    )
+)
+
+
+MASK_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")  # as vLLM looks for it
+DRAWN = ("num_depths", "down_sample_ratio", "down_sample_ratio_min")  # of training alone
+
+
+def read_peagle(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
+    """Read a P-EAGLE checkpoint. Errors: as from `read_eagle3`; ValueError for one without a mask token."""
+    fields, tensors = read_eagle3(native, target)
+    tokens = [native.config_value(name) for name in MASK_FIELDS]
+    token = next((token for token in tokens if token is not None), None)
+    if token is None:
+        raise ValueError(
+            f"{native.name}: {', '.join(MASK_FIELDS)}: none is in config.json; write there the token that is read "
+            "where one is not known yet"
+        )
+    fields |= {name: native.config_value(name, getattr(PEagleSpeculatorConfig, name)) for name in DRAWN}
+    fields |= dict(
+        mask_token_id=token,
+        embed_requires_grad=native.config_value("embed_requires_grad", True),
+        speculative_tokens=native.config_value("speculative_tokens", fields["num_depths"]),
+    )
+    return fields, tensors | {"mask_hidden": tensors["mask_hidden"].view(1, 1, -1)}
+
+
+def write_peagle(config: PEagleSpeculatorConfig, tensors: Tensors, folder: Folder, target: Target | None = None):
+    'Write EAGLE-3\'s layout with `mask_hidden`. vLLM serves it with method "eagle3" and parallel_drafting.'
+    raw = eagle3_config_json(config) | {name: getattr(config, name) for name in DRAWN}
+    raw |= dict(mask_token_id=config.mask_token_id, ptd_token_id=config.mask_token_id)
+    write_native(folder, raw, rename(tensors, {"layers.0.": "midlayer."}))
+
+
+def is_peagle(config: dict, names: set[str]) -> bool:
+    "Whether tensor names are those of a P-EAGLE checkpoint."
+    return "mask_hidden" in names and is_eagle3(config, names - {"mask_hidden"})
+
+
+register_format(
+    NativeFormat(
+        name="peagle",
+        model_type="peagle",
+        about="P-EAGLE checkpoints as Amazon releases them",
+        looks_for="EAGLE-3's tensors and mask_hidden",
+        recognises=is_peagle,
+        read=read_peagle,
+        write=write_peagle,
     )
 )
 

@@ -357,7 +357,7 @@ class LiLiCorrDraftModel(DFlashDraftModel):
         drafts_all_slots,
         *BLOCK_RULES,
     )
-    serving_warnings = staticmethod(DFlash2DraftModel.serving_warnings)
+    serving_cautions = DFlash2DraftModel.serving_cautions
     lab_arguments = DFlashDraftModel.lab_arguments | dict(
         lilicorr_hidden_size=32, lilicorr_factor_dim=32, lilicorr_num_heads=4
     )

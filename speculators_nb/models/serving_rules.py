@@ -86,6 +86,11 @@ def rope_as_trained(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     return served_rope(layer_of(raw))[0]
 
 
+def rope_of_some_requests(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+    "For which vLLM rotates by other angles (`served_rope`)."
+    return served_rope(layer_of(raw))[1]
+
+
 def known_layer_family(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     "The draft layers are of a kind that vLLM serves."
     family = layer_of(raw).get("model_type")

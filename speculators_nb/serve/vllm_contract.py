@@ -161,7 +161,7 @@ def _tensor_problems(folder: Path, model: SpeculatorModel, raw: dict[str, Any]) 
 
 def _rules_of(klass: Any, config: dict[str, Any], verifier: str | None) -> list[str]:
     "Violations that the model class itself knows; its warnings are logged."
-    if klass.vllm_method() and hasattr(klass, "serving_warnings"):
+    if klass.vllm_method():
         for warning in klass.serving_warnings(config):
             log.warning("warning: %s", warning)
     return list(klass.serving_violations(config, text_config(verifier_config(verifier)) if verifier else None))
