@@ -691,6 +691,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'speculators_nb/models/dflash.py'),
                                               'speculators_nb.models.dflash.DFlashDraftModel.__init__': ( 'models/dflash.html#dflashdraftmodel.__init__',
                                                                                                           'speculators_nb/models/dflash.py'),
+                                              'speculators_nb.models.dflash.DFlashDraftModel._borrow': ( 'models/dflash.html#dflashdraftmodel._borrow',
+                                                                                                         'speculators_nb/models/dflash.py'),
                                               'speculators_nb.models.dflash.DFlashDraftModel.block_hidden': ( 'models/dflash.html#dflashdraftmodel.block_hidden',
                                                                                                               'speculators_nb/models/dflash.py'),
                                               'speculators_nb.models.dflash.DFlashDraftModel.block_loss': ( 'models/dflash.html#dflashdraftmodel.block_loss',

@@ -490,6 +490,7 @@ YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 ANGLES = {  # whatever of it transformers derives from max_position_embeddings, which is 64
     "default": dict(rope_theta=7e5),
     "linear": dict(rope_scaling=dict(type="linear", factor=2.0)),
+    "mrope": dict(rope_scaling=dict(type="mrope", mrope_section=[1, 1, 2])),  # its angles for text
     "proportional": dict(rope_parameters=dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=1e4)),
     "yarn": dict(rope_scaling=dict(rope_type="yarn", factor=4.0)),
     "yarn, ratio": dict(rope_scaling=dict(rope_type="yarn", factor=None, original_max_position_embeddings=16)),
@@ -513,6 +514,7 @@ def test_conversion_keeps_angles(name, home, eagle3, tmp_path, caplog):
     fields = dict(max_position_embeddings=64, model_type="llama", layer_types=["full_attention"])
     old = rewritten(native, tmp_path / "old", config=fields | ANGLES[name], drop=rope)
     own = {k: v for k, v in json.loads((old / "config.json").read_text()).items() if k not in ("dtype", "eagle_config")}
+    own |= dict(rope_scaling=None) if name == "mrope" else {}
     new = convert(old, tmp_path / "new", home / "v")
     raw = json.loads((Path(export_native(new, tmp_path / "back")) / "config.json").read_text())
     layer = SpeculatorModelConfig.from_pretrained(new).transformer_layer_config

@@ -216,7 +216,7 @@ def saved_tensors(config: SpeculatorModelConfig, folder: Path, checkpoint: str |
         model = model_class(config)
     model.check_state(state, checkpoint)
     left_out = ("verifier_", *model.not_saved)
-    return {name: w for name, w in state.items() if not name.startswith(left_out)}
+    return {n: w for n, w in state.items() if n in model.from_verifier or not n.startswith(left_out)}
 
 
 def export_native(

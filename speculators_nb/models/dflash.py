@@ -314,6 +314,12 @@ class DFlashDraftModel(SpeculatorModel):
         "Slots of a block: the anchor, and the masks behind it."
         return self.config.block_size
 
+    def _borrow(self, parts, head):
+        "A whole head that a checkpoint has for itself is saved again."
+        super()._borrow(parts, head)
+        if head.weight is not self.lm_head.weight:
+            self.not_saved = tuple(name for name in self.not_saved if name != "lm_head.")
+
     def draft_layer(self, index: int) -> DecoderLayer:
         "One layer; a subclass may build another kind."
         return DecoderLayer(self.config.transformer_layer_config, index, sinks=True)

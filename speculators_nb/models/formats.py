@@ -269,6 +269,10 @@ def layer_config(native: NativeCheckpoint, target: Target, names: list[str], **f
     declared = {*CONFIG_MAPPING[family]().to_dict(), *SOMETIMES_UNDECLARED}
     known = declared - NOT_OF_LAYERS - {"model_type"} - ({"head_dim"} if family in LATENT_FAMILIES else set())
     fields = {name: v for name, v in native.config.items() if name in known} | fields
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = fields.get(name) or {}
+        if "mrope" in (rope.get("rope_type"), rope.get("type")):  # Qwen2-VL's word for three coordinates
+            fields[name] = rope | dict(rope_type="default", type="default")
     if not fields.get("layer_types") and not fields.get("use_sliding_window"):
         fields["layer_types"] = ["full_attention"] * fields["num_hidden_layers"]
     layers = layer_config_from_dict(fields | dict(model_type=family, tie_word_embeddings=False))

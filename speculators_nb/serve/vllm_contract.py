@@ -142,7 +142,11 @@ def _tensor_problems(folder: Path, model: SpeculatorModel, raw: dict[str, Any]) 
         yield f"{field} is missing, and weights are quantised; write it there, where alone vLLM looks for it"
     elif layer_of(raw).get("quantization_config") and not quantised:
         yield f"{field} is set, and no weight is quantised; remove it, or vLLM expects scales"
-    expected = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(model.not_saved)}
+    expected = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if name in model.from_verifier or not name.startswith(model.not_saved)
+    }
     optional = set(model.from_verifier)
     if model.t2d is not None:  # vLLM shares the whole head or none of it
         optional -= {"lm_head.weight"}
