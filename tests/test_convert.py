@@ -864,8 +864,8 @@ def test_errors(eagle3, home, tmp_path):
     )
     with pytest.raises(ValueError, match="misses tensors: layers.0.mlp.up_proj.weight"):
         go(dict(drop=("midlayer.mlp.up_proj.weight",)))
-    with pytest.raises(ValueError, match="has unknown tensors: mask_hidden"):
-        go(dict(tensors=dict(mask_hidden=torch.ones(1, 1, 48))))
+    with pytest.raises(ValueError, match="has unknown tensors: more"):
+        go(dict(tensors=dict(more=torch.ones(1, 1, 48))))
     with pytest.raises(ValueError, match=r"misshapen tensors: norm.weight \(15,\) instead of \(16,\)"):
         go(dict(tensors={"norm.weight": torch.ones(15)}))
     with pytest.raises(ValueError, match="use_aux_hidden_state is False"):

@@ -215,8 +215,8 @@ def saved_tensors(config: SpeculatorModelConfig, folder: Path, checkpoint: str |
     with torch.device("meta"):
         model = model_class(config)
     model.check_state(state, checkpoint)
-    left_out = ("verifier_", *model.not_saved)
-    return {n: w for n, w in state.items() if n in model.from_verifier or not n.startswith(left_out)}
+    left_out = ("verifier_", *model_class.not_saved)  # a whole head that is stored is its own
+    return {name: w for name, w in state.items() if not name.startswith(left_out)}
 
 
 def export_native(
