@@ -195,19 +195,6 @@ def convert(
     return str(output)
 
 
-def formats_of(config: SpeculatorModelConfig, checkpoint: str | os.PathLike) -> list[NativeFormat]:
-    "The formats of a drafter's type. Errors: ValueError where there are none."
-    kind = config.speculators_model_type
-    known = formats(kind)
-    if not known:
-        raise ValueError(
-            f"{str(checkpoint)!r} is of type {kind!r}, which no other "
-            "project stores in a way of its own; there are "
-            f"{', '.join(sorted({entry.model_type for entry in formats()}))}"
-        )
-    return known
-
-
 def saved_tensors(config: SpeculatorModelConfig, folder: Path, checkpoint: str | os.PathLike) -> Tensors:
     "A drafter's own tensors, checked against its config; those of the verifier are left out."
     state = stored_state(folder)
@@ -233,8 +220,13 @@ def export_native(
     check_options(options | dict(verifier=verifier), "export")
     output, folder = new_folder(output_dir), resolve_checkpoint(checkpoint)
     config = SpeculatorModelConfig.from_pretrained(folder)
-    known = formats_of(config, checkpoint)
     kind = config.speculators_model_type
+    known = formats(kind)
+    if not known:
+        raise ValueError(
+            f"{str(checkpoint)!r} is of type {kind!r}, which no other project stores in a way of its own; there are "
+            f"{', '.join(sorted({entry.model_type for entry in formats()}))}"
+        )
     entry = known[0]
     if format is not None:
         entry = choose_format(format, known, f"a drafter of type {kind!r} can be written as")

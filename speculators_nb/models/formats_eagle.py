@@ -9,7 +9,7 @@ from ..nn.layers import ALIKE_FAMILIES, layer_window
 from ..verifier.parts import load_verifier_tensors
 from ..verifier.tapped_model import check_aux_layer_ids, default_aux_layer_ids
 from .eagle import EagleSpeculatorConfig
-from .eagle3 import Eagle3SpeculatorConfig
+from .eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from .formats import (
     FieldsAndTensors,
     Folder,
@@ -199,11 +199,7 @@ def eagle3_config_json(config: Eagle3SpeculatorConfig) -> dict[str, Any]:
         architectures=[EAGLE3_CLASSES.get(layer.model_type, "LlamaForCausalLMEagle3")],
         speculative_tokens=config.proposed_tokens,
         draft_vocab_size=config.draft_vocab_size,
-        norm_before_residual=config.norm_before_residual,
-        norm_before_fc=config.norm_before_fc,
-        fc_norm=config.fc_norm,
-        norm_output=config.norm_output,
-        embed_requires_grad=config.embed_requires_grad,
+        **{name: getattr(config, name) for name in Eagle3DraftModel.config_arguments},
     )
     if layer.model_type == "deepseek_v3":  # of which vLLM takes any drafter for the verifier's MTP head
         raw["model_type"] = "deepseek_v2"  # the layer is the same
