@@ -273,7 +273,8 @@ def layer_config(native: NativeCheckpoint, target: Target, names: list[str], **f
         rope = fields.get(name) or {}
         if "mrope" in (rope.get("rope_type"), rope.get("type")):  # Qwen2-VL's word for three coordinates
             fields[name] = rope | dict(rope_type="default", type="default")
-    if not fields.get("layer_types") and not fields.get("use_sliding_window"):
+    own_kinds = family == "qwen3" and fields.get("use_sliding_window")  # which its class in transformers derives
+    if not fields.get("layer_types") and not own_kinds:
         fields["layer_types"] = ["full_attention"] * fields["num_hidden_layers"]
     layers = layer_config_from_dict(fields | dict(model_type=family, tie_word_embeddings=False))
     if family == "llama" and "q_proj.bias" in stored and "o_proj.bias" not in stored:

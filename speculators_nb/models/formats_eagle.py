@@ -34,7 +34,7 @@ from .serving_rules import LAYER
 # EAGLE's and HASS's repositories share one layout: the decoder layer's configuration is in the top level of
 # `config.json`, a bias and extra norms show in the tensors' names. EAGLE-3's repository, SpecForge, ModelOpt and
 # AngelSlim store the same tensors; which layers of the verifier are read is in a block `eagle_config`, or nowhere: then
-# the width of `fc.weight` gives their number, and three are vLLM's default three.
+# the width of `fc.weight` gives their number, and three are vLLM's default three. P-EAGLE's have `mask_hidden` besides.
 
 EAGLE_NAMES = {
     "fc.": "fusion_fc.",

@@ -1,6 +1,8 @@
 """Gemma 4's assistants: reading and writing the layout of transformers' `Gemma4AssistantForCausalLM`.
 Its tensors have our names, but for a prefix and a head that is stored as an embedding."""
 
+from typing import Any
+
 from ..core.config import layer_config_from_dict
 from .formats import (
     FieldsAndTensors,
@@ -36,7 +38,7 @@ def read_assistant(native: NativeCheckpoint, target: Target) -> FieldsAndTensors
             f"{native.name} reads the keys of a Gemma 4, and {target.path!r} is a {target.config.model_type}; give "
             "the verifier that it was trained for"
         )
-    layers = layer_config_from_dict(native.config["text_config"] | dict(model_type="gemma4_text"))
+    layers: Any = layer_config_from_dict(native.config["text_config"] | dict(model_type="gemma4_text"))
     fields = from_verifier(target.config, layers) | dict(
         hidden_size=native.config_value("backbone_hidden_size"),
         vocab_size=layers.vocab_size,
