@@ -12,14 +12,15 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3NextConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from speculators_nb.core.config import SpeculatorModelConfig, SpeculatorsConfig
 from speculators_nb.decode.generate import generate
+from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.models.convert import convert, detect, export_native
-from speculators_nb.models.formats import NativeCheckpoint, formats
+from speculators_nb.models.formats import FORMATS, NativeCheckpoint, formats
 from speculators_nb.models.mtp_native import stitch_mtp
 from speculators_nb.nn.draft_vocabulary import vocab_mapping_from_frequencies
 from speculators_nb.nn.layers import Rotary, draft_layer_config
@@ -133,7 +134,7 @@ def drafter(draw, kind):
             "v",
             K,
         )
-    if kind == "eagle3":
+    if kind in ("eagle3", "peagle"):
         norm = draw(st.sampled_from(["", "norm_before_fc", "fc_norm"]))
         return (
             dict(
@@ -144,7 +145,8 @@ def drafter(draw, kind):
                 norm_output=draw(st.booleans()),
                 embed_requires_grad=draw(st.booleans()),
             )
-            | ({norm: True} if norm else {}),
+            | ({norm: True} if norm else {})
+            | (dict(mask_token_id=draw(st.integers(0, V - 1)), num_depths=K) if kind == "peagle" else {}),
             mapping(vd, seed),
             "v",
             K,
@@ -234,6 +236,7 @@ def weights(folder):
 KINDS = {
     "eagle": "eagle",
     "eagle3": "eagle3",
+    "peagle": "peagle",
     "dflash": "dflash",
     "dflash2": "dflash2",
     "dspark": "dspark",
@@ -395,6 +398,11 @@ def test_eagle3_as_others_write_it(eagle3, home, tmp_path):
         ),
         ours,
     )
+    nothing = dict(eagle_config=dict(eagle_aux_hidden_state_layer_ids=[], use_aux_hidden_state=True))
+    assert (
+        SpeculatorModelConfig.from_pretrained(made("no layers", config=nothing)).eagle_aux_hidden_state_layer_ids
+        == [2, 4, 5]  # as in vLLM
+    )
     said = json.loads(
         (
             made(
@@ -451,10 +459,38 @@ def test_eagle3_as_others_write_it(eagle3, home, tmp_path):
     assert layer.transformer_layer_config.max_position_embeddings == 128  # no shorter than the verifier's
 
 
+@pytest.mark.parametrize("kind", ["eagle", "eagle3"])
+@pytest.mark.parametrize("family", ["mistral", "qwen2"])
+def test_layers_like_llamas(family, kind, home, tmp_path):
+    """A window on all layers, or biases on q, k, v: written as a Llama's layer, which other projects' code and engines
+    read (EAGLE's drafters for Qwen2 are stored so), and read back with the same numbers."""
+    shape = {name: value for name, value in SHAPE.items() if name != "head_dim"}
+    layer = dict(mistral=MistralConfig, qwen2=Qwen2Config)[family](**shape, num_hidden_layers=1)
+    if family == "mistral":
+        layer.sliding_window = 3
+    fields = dict(transformer_layer_config=layer)
+    if kind == "eagle3":
+        fields |= dict(draft_vocab_size=V, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    config_class = SpeculatorModel.registered_class(kind).config_class
+    config = config_class(**fields, speculators_config=base(kind, home, 3))
+    save(tmp_path / "ours", config, random_state(config, 1, [torch.float32]))
+    raw = json.loads((Path(export_native(tmp_path / "ours", tmp_path / "native")) / "config.json").read_text())
+    assert raw["architectures"] == ["LlamaForCausalLM" if kind == "eagle" else "LlamaForCausalLMEagle3"]
+    assert (raw["model_type"], raw["qkv_bias"]) == ("llama", family == "qwen2")
+    convert(tmp_path / "native", tmp_path / "back", home / "v")
+    ours, back = (SpeculatorModel.from_pretrained(tmp_path / name) for name in ("ours", "back"))
+    same(ours.saved_state(), back.saved_state())
+    assert [x.window for x in back.layers] == [x.window for x in ours.layers] == [3 if family == "mistral" else None]
+    tokens, features = torch.arange(9), torch.randn(8, len(ours.drafter().aux_layer_ids) * H)
+    drafts = [model.drafter().propose(tokens, features, 4, Sampling()).tokens.tolist() for model in (ours, back)]
+    assert drafts[0] == drafts[1]
+
+
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)
 ANGLES = {  # whatever of it transformers derives from max_position_embeddings, which is 64
     "default": dict(rope_theta=7e5),
     "linear": dict(rope_scaling=dict(type="linear", factor=2.0)),
+    "mrope": dict(rope_scaling=dict(type="mrope", mrope_section=[1, 1, 2])),  # its angles for text
     "proportional": dict(rope_parameters=dict(rope_type="proportional", partial_rotary_factor=0.5, rope_theta=1e4)),
     "yarn": dict(rope_scaling=dict(rope_type="yarn", factor=4.0)),
     "yarn, ratio": dict(rope_scaling=dict(rope_type="yarn", factor=None, original_max_position_embeddings=16)),
@@ -478,6 +514,7 @@ def test_conversion_keeps_angles(name, home, eagle3, tmp_path, caplog):
     fields = dict(max_position_embeddings=64, model_type="llama", layer_types=["full_attention"])
     old = rewritten(native, tmp_path / "old", config=fields | ANGLES[name], drop=rope)
     own = {k: v for k, v in json.loads((old / "config.json").read_text()).items() if k not in ("dtype", "eagle_config")}
+    own |= dict(rope_scaling=None) if name == "mrope" else {}
     new = convert(old, tmp_path / "new", home / "v")
     raw = json.loads((Path(export_native(new, tmp_path / "back")) / "config.json").read_text())
     layer = SpeculatorModelConfig.from_pretrained(new).transformer_layer_config
@@ -551,6 +588,16 @@ def test_dflash_as_others_write_it(home, tmp_path):
         and forced.transformer_layer_config.sliding_window == 9
         and forced.sliding_window_non_causal
     )
+    window = dict(dflash_config=raw["dflash_config"] | dict(swa_window_size=9), sliding_window=5)
+    for change, drop in (
+        (window | dict(layer_types=["sliding_attention"] * 2), ()),
+        (window | dict(use_sliding_window=True, max_window_layers=0, sliding_window=9), ("layer_types",)),
+    ):  # the window without `use_swa`; Qwen3's own words for sliding layers
+        source = rewritten(native, tmp_path / f"window{len(drop)}", config=change, drop=drop)
+        layer = SpeculatorModelConfig.from_pretrained(
+            convert(source, tmp_path / f"window{len(drop)} made", home / "v")
+        ).transformer_layer_config
+        assert (layer.layer_types, layer.sliding_window) == (["sliding_attention"] * 2, 9)
     for name in ("causal", "causal_head"):  # z-lab's and vLLM's word, JetSpec's
         source = rewritten(native, tmp_path / name, config=dict(dflash_config=raw["dflash_config"] | {name: True}))
         made = SpeculatorModelConfig.from_pretrained(convert(source, tmp_path / f"{name} made", home / "v"))
@@ -562,6 +609,8 @@ def test_dflash_as_others_write_it(home, tmp_path):
         ),
         (dict(config=dict(dflash_config=dict(mask_token_id=7))), "target_layer_ids is not in config.json"),
         (dict(config=dict(input_embedding_scale=4.0)), "input_embedding_scale is 4.0"),
+        (dict(config=dict(is_neox_style=False)), "is_neox_style is False"),  # vLLM reads these two
+        (dict(config=dict(logit_scale=0.5)), "logit_scale is 0.5"),
         (dict(tensors={"lm_head.weight": torch.randn(V, H)}), "lm_head.weight differs from that of verifier"),
         (
             dict(tensors={"layers.0.self_attn.g_proj.weight": torch.randn(4, H)}),
@@ -788,7 +837,7 @@ def test_the_wrong_verifier(eagle3, home, tmp_path):
     with pytest.raises(ValueError, match="vocabulary 48, .* has 56; give the verifier"):
         convert(eagle3 / "native", tmp_path / "no", tmp_path / "large")
     LlamaConfig(**SHAPE | dict(vocab_size=30), num_hidden_layers=LAYERS).save_pretrained(tmp_path / "small")
-    with pytest.raises(ValueError, match="d2t leads to token .*another verifier"):
+    with pytest.raises(ValueError, match="d2t leads to tokens 1 to 47, .*another verifier"):
         convert(eagle3 / "native", tmp_path / "no", tmp_path / "small")
     layer = draft_layer_config(LlamaConfig(**SHAPE, num_hidden_layers=LAYERS))
     config = SpeculatorModel.registered_class("eagle").config_class(
@@ -815,8 +864,8 @@ def test_errors(eagle3, home, tmp_path):
     )
     with pytest.raises(ValueError, match="misses tensors: layers.0.mlp.up_proj.weight"):
         go(dict(drop=("midlayer.mlp.up_proj.weight",)))
-    with pytest.raises(ValueError, match="has unknown tensors: mask_hidden"):
-        go(dict(tensors=dict(mask_hidden=torch.ones(1, 1, 48))))
+    with pytest.raises(ValueError, match="has unknown tensors: more"):
+        go(dict(tensors=dict(more=torch.ones(1, 1, 48))))
     with pytest.raises(ValueError, match=r"misshapen tensors: norm.weight \(15,\) instead of \(16,\)"):
         go(dict(tensors={"norm.weight": torch.ones(15)}))
     with pytest.raises(ValueError, match="use_aux_hidden_state is False"):
@@ -866,7 +915,27 @@ def test_errors(eagle3, home, tmp_path):
     assert not (tmp_path / "no").exists()
 
 
-def test_types_without_a_foreign_format(home, tmp_path):
+def test_peagle_as_released(home, tmp_path):
+    "The mask token under the name that Amazon's checkpoints have, `mask_hidden` with fewer dimensions."
+    layer = draft_layer_config(LlamaConfig(**SHAPE, num_hidden_layers=LAYERS), num_layers=2)
+    fields = dict(transformer_layer_config=layer, draft_vocab_size=V, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    config_class = SpeculatorModel.registered_class("peagle").config_class
+    config = config_class(**fields, mask_token_id=3, speculators_config=base("peagle", home, 4))
+    save(tmp_path / "ours", config, random_state(config, 0, [torch.float32]))
+    native = Path(export_native(tmp_path / "ours", tmp_path / "native"))
+    flat = {"mask_hidden": weights(native)["mask_hidden"].view(1, -1)}
+    missing = ("mask_token_id", "eagle_config", "num_depths", "speculative_tokens", "embed_requires_grad")
+    released = rewritten(native, tmp_path / "released", flat, drop=(*missing, "mask_hidden"))
+    made = SpeculatorModel.from_pretrained(released, verifier=home / "v")
+    same(made.saved_state(), weights(tmp_path / "ours"))
+    assert (made.config.mask_token_id, made.config.proposed_tokens, made.config.num_depths) == (3, 8, 8)
+    without = rewritten(released, tmp_path / "without", drop=("ptd_token_id",))
+    with pytest.raises(ValueError, match="mask_token_id, pard_token, ptd_token_id: none is in config.json"):
+        convert(without, tmp_path / "no", home / "v")
+
+
+def test_types_without_a_foreign_format(home, tmp_path, monkeypatch):
+    monkeypatch.delitem(FORMATS, "peagle")
     layer = draft_layer_config(LlamaConfig(**SHAPE, num_hidden_layers=LAYERS), "qwen3")
     config = SpeculatorModel.registered_class("peagle").config_class(
         transformer_layer_config=layer,

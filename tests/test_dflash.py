@@ -2,16 +2,18 @@
 training."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
 from blocks import check_lean
 from recorded import FIXTURES, cases, load_case
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config, Qwen3ForCausalLM
 
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.models.convert import export_native
 from speculators_nb.models.dflash import DFlashDrafter, DFlashDraftModel, DFlashSpeculatorConfig
 from speculators_nb.nn.anchors import block_supervision
 from speculators_nb.nn.attention import anchored_blocks
@@ -470,6 +472,30 @@ def test_fresh_checkpoint_keeps_the_contract(pair, tmp_path):
     del raw["sliding_window_non_causal"]
     (tmp_path / "config.json").write_text(json.dumps(raw))
     assert any("sliding_window_non_causal is not written" in line for line in check_vllm_contract(tmp_path))
+
+
+def test_a_head_of_its_own(pair, tmp_path):
+    "Of a drafter with the whole vocabulary: it is loaded, served and saved again, and a copy of the verifier's is not."
+    folder, _ = pair
+    layers = draft_layer_config(Qwen3Config.from_pretrained(folder), "qwen3", 1)
+    options = dict(verifier_name_or_path=str(folder), block_size=5, mask_token_id=39)
+    fresh = DFlashDraftModel.from_training_args(layers, **options)
+    fresh.save_pretrained(tmp_path / "copy")
+    state = load_file(tmp_path / "copy/model.safetensors")
+    theirs = load_file(folder / "model.safetensors")
+    for name, head in (("copy", theirs["lm_head.weight"]), ("own", -theirs["lm_head.weight"])):
+        fresh.config.save_pretrained(tmp_path / name)
+        save_file(state | {"lm_head.weight": head}, tmp_path / name / "model.safetensors")
+        assert check_vllm_contract(tmp_path / name) == []
+        model = SpeculatorModel.from_pretrained(tmp_path / name)
+        model.save_pretrained(tmp_path / "again")
+        assert ("lm_head.weight" in load_file(tmp_path / "again/model.safetensors")) == (name == "own")
+        exported = Path(export_native(tmp_path / "again", tmp_path / f"{name} there"))
+        assert ("lm_head.weight" in load_file(exported / "model.safetensors")) == (name == "own")
+        assert torch.equal(SpeculatorModel.from_pretrained(tmp_path / "again").lm_head.weight, head)
+    short = state | {"lm_head.weight": theirs["lm_head.weight"][1:]}
+    save_file(short, tmp_path / "own/model.safetensors")
+    assert "lm_head.weight has shape" in check_vllm_contract(tmp_path / "own")[0]
 
 
 def test_anchors_of_the_config():

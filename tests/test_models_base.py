@@ -70,6 +70,26 @@ def test_stored_in_bf16(checkpoint):
     assert json.loads((checkpoint.parent / "half/config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_a_mapping_that_is_given(checkpoint):
+    "A checkpoint that holds none."
+    file = checkpoint / "model.safetensors"
+    state = load_file(file)
+    given = {name: state.pop(name) for name in ("t2d", "d2t")}
+    save_file(state, file)
+    with pytest.raises(ValueError, match="misses tensors: d2t, t2d"):
+        SpeculatorModel.from_pretrained(checkpoint)
+    assert torch.equal(SpeculatorModel.from_pretrained(checkpoint, **given).d2t, given["d2t"])
+
+
+def test_stored_in_several_dtypes(checkpoint):
+    "The dtype of most of them is the drafter's, whichever comes first."
+    file = checkpoint / "model.safetensors"
+    state = {n: w.bfloat16() if w.is_floating_point() else w for n, w in load_file(file).items()}
+    for first in (next(n for n, w in state.items() if w.is_floating_point()), "norm.weight"):
+        save_file(state | {first: state[first].float()}, file)
+        assert SpeculatorModel.from_pretrained(checkpoint).dtype == torch.bfloat16
+
+
 def test_drafts_without_its_verifier(checkpoint):
     "A checkpoint is enough to draft; training says what it lacks."
     config = json.loads((checkpoint / "config.json").read_text())

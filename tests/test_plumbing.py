@@ -351,8 +351,12 @@ def test_rules_of_serving_name_what_they_find():
         assert len(rules.layers_returned("layers")({"layers": ids}, verifier)) == wrong
     rope = dict(rope_type="longrope", original_max_position_embeddings=4096)
     nested = dict(sliding_attention=rope, full_attention=rope)
-    said = [rules.served_rope(dict(rope_parameters=given)) for given in (rope, nested)]
-    assert [tuple(map(len, pair)) for pair in said] == [(0, 1), (1, 0)]
+    yarn = dict(rope_type="yarn", original_max_position_embeddings=4096)
+    short, ratio = yarn | dict(factor=4.0), yarn | dict(factor=None)
+    layers = [dict(rope_parameters=given) for given in (rope, nested, short, ratio)]
+    layers += [dict(rope_parameters=short, max_position_embeddings=n) for n in (16384, 32768)]
+    said = map(rules.served_rope, layers)
+    assert [tuple(map(len, pair)) for pair in said] == [(0, 1), (1, 0), (0, 0), (1, 0), (0, 0), (0, 1)]
 
 
 def test_no_server_returns_what_enters_layer_0_of_a_deepseek_verifier(tmp_path):

@@ -1,9 +1,11 @@
 """Query-only drafters: transformers' `Gemma4AssistantForCausalLM` gives the same drafts, its layout goes both ways, and
 the keys that are made again are those of the verifier's cache."""
 
+import json
+
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_cli import run
 from transformers import (
     AutoModelForCausalLM,
@@ -176,6 +178,21 @@ def test_the_layout_goes_both_ways(clusters, tmp_path):
     stored, written = (config.to_dict() | dict(dtype=None) for config in layers)
     assert stored == written
     Gemma4AssistantForCausalLM.from_pretrained(tmp_path / "back")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_head_that_is_stored(tied, tmp_path):
+    "A copy where it is tied to the embeddings; else the head, and nobody reads these embeddings."
+    saved(SHARED, tmp_path / "v")
+    assistant(tmp_path / "theirs", False)
+    file, config = tmp_path / "theirs/model.safetensors", tmp_path / "theirs/config.json"
+    state = load_file(file)
+    embeds = state["model.embed_tokens.weight"]
+    head = embeds.clone() if tied else -embeds
+    save_file(state | {"lm_head.weight": head}, file)
+    config.write_text(json.dumps(json.loads(config.read_text()) | dict(tie_word_embeddings=tied)))
+    made = SpeculatorModel.from_pretrained(tmp_path / "theirs", verifier=tmp_path / "v")
+    assert torch.equal(made.lm_head.weight, head)
 
 
 def test_what_is_refused(tmp_path):

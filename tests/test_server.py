@@ -429,6 +429,14 @@ def test_a_port_that_is_taken(engine):
     assert Server(["vllm", "serve", "m", "--port=1234"], vllm=engine).url == "http://127.0.0.1:1234"
 
 
+@pytest.mark.parametrize(
+    "host, url",
+    {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]", "localhost": "localhost"}.items(),
+)
+def test_where_a_server_is_reached(engine, host, url):
+    assert Server(["vllm", "serve", "m", "--port=1234", f"--host={host}"], vllm=engine).url == f"http://{url}:1234"
+
+
 def test_nobody_outlives_a_client_that_was_killed(engine, tmp_path):
     client = os.fork()
     if not client:

@@ -21,7 +21,6 @@ from speculators_nb.decode.tree import Sampling, TokenTree
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.serve.speculative_config import (
     SpeculativeConfig,
-    conditional_rates,
     length_to_rates,
     parse_token_tree,
     speculate,
@@ -392,10 +391,6 @@ def test_length_schedule(n, share):
     assert len(rates) == n and abs(sum(rates) - (length - 1)) < 1e-9
     # two neighbouring lengths only
     assert all(1 >= a >= b >= 0 for a, b in zip(rates, [*rates[1:], 0])) and sum(0 < r < 1 for r in rates) <= 1
-    product = 1.0
-    for rate, c in zip(rates, conditional_rates(rates)):
-        product *= c
-        assert abs(product - rate) < 1e-12
 
 
 paths = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4).map(tuple), min_size=1, max_size=8)

@@ -5,6 +5,7 @@ import copy
 import inspect
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeVar
@@ -93,11 +94,17 @@ def stored_state(
     return whole_weights(read_state(folder), stored_quantization(folder), path, dtype, quiet)
 
 
-def requested_dtype(dtype: torch.dtype | str | None, state: Tensors | None = None) -> torch.dtype | None:
-    """The dtype of all floating weights; None or "auto": that of the stored ones, and None, torch's default, without
-    any. Errors: ValueError for what is no floating dtype."""
+def commonest_dtype(state: Tensors) -> torch.dtype | None:
+    "Of the floating tensors; None: there are none."
+    counts = Counter(w.dtype for w in state.values() if w.is_floating_point())
+    return max(counts, key=lambda dtype: (counts[dtype], str(dtype)), default=None)
+
+
+def requested_dtype(dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """The dtype of all floating weights; None: None or "auto", as they are stored. Errors: ValueError for what is no
+    floating dtype."""
     if dtype is None or dtype == "auto":
-        return next((w.dtype for w in (state or {}).values() if w.is_floating_point()), None)
+        return None
     named = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if not isinstance(named, torch.dtype) or not named.is_floating_point:
         raise ValueError(f"dtype={shown(dtype)}: is no floating dtype, e.g. 'bfloat16'")
@@ -187,6 +194,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     adapter: AdapterRecord | None = None  # of `nn.lora`, while there is one on the weights
     served_as: tuple[str, bool]  # vLLM's method, and whether it drafts all tokens in parallel
     serving_rules: tuple[Rule, ...] = ()  # what vLLM would refuse, see `models.serving_rules`
+    serving_cautions: tuple[Rule, ...] = ()  # what it does differently on some builds or for some requests alone
 
     # of transformers
     supports_gradient_checkpointing = True
@@ -427,7 +435,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         d2t: Tensor | None = None,  # [Vd]
         verifier: str | os.PathLike | bool | None = None,  # None: the config's; False: none
         adapter: str | os.PathLike | None = None,  # a LoRA in PEFT's files, merged; or a hub id
-        dtype: torch.dtype | str | None = None,  # of all floating weights; None: as stored
+        dtype: torch.dtype | str | None = None,  # of all floating weights; None: that of most stored ones
         torch_dtype: torch.dtype | str | None = None,  # older name of dtype
         device_map: Any = None,  # the device, "auto", or {"": device}
         ignore_mismatched_sizes: bool = False,  # such tensors get first weights, with a warning
@@ -476,9 +484,10 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
                 raise ValueError(
                     f"{str(path)!r} is a {klass.__name__}, not a {cls.__name__}; use SpeculatorModel.from_pretrained"
                 )
+            reduced = getattr(drafter_config, "draft_vocab_size", None) not in (None, drafter_config.target_vocab_size)
+            if reduced and t2d is not None and d2t is not None:
+                state = {**state, "t2d": t2d, "d2t": d2t}
             if ignore_mismatched_sizes:
-                if t2d is not None and d2t is not None:
-                    state = {**state, "t2d": t2d, "d2t": d2t}
                 state = klass(drafter_config)._with_first_weights(state, path)
             with torch.device("meta"):  # checked before memory is taken
                 klass(drafter_config).check_state(state, path)
@@ -488,7 +497,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
                 with hub_access(revision="main"):  # it is another model
                     load_adapter(model, adapter)
                 remove_adapter(model, merge=True)
-            if (found := wanted or requested_dtype(None, state)) is not None:
+            if (found := wanted or commonest_dtype(state)) is not None:
                 model.to(found)
             if t2d is not None or d2t is not None:
                 model.load_vocab_mappings(t2d, d2t)
@@ -686,6 +695,12 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
     def vllm_method(cls) -> tuple[str, bool] | None:  # None: vLLM has no such model
         "How vLLM serves this class; a subclass is another model, and says so for itself."
         return vars(cls).get("served_as")
+
+    @classmethod
+    def serving_warnings(cls, raw: dict[str, Any]) -> list[str]:
+        """What vLLM does differently with a stored config.json on one of its builds, or for some requests: sentences
+        with the remedy."""
+        return [sentence for caution in cls.serving_cautions for sentence in caution(raw, None)]
 
     @classmethod
     def serving_violations(cls, raw: dict[str, Any], verifier: PretrainedConfig | None = None) -> list[str]:

@@ -4,7 +4,6 @@ Tensors are renamed and nothing is computed, so nothing is lost on the way back;
 import inspect
 import json
 import os
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,28 +15,9 @@ from ..core.files import atomic_folder
 from ..core.options import check_options, near, shown
 from ..core.provenance import write_provenance
 from ..verifier.folders import new_folder, refuse_own
-from .base import FOREIGN, SpeculatorModel, stored_state
+from .base import FOREIGN, SpeculatorModel, commonest_dtype, stored_state
 from .formats import FieldsAndTensors, NativeCheckpoint, NativeFormat, Target, Tensors, formats, verifier_target
 from .quantised import compressed_tensors_config, fp8_weights, unquantised_config
-
-__all__ = [
-    "recognise",
-    "detect",
-    "choose_format",
-    "json_object",
-    "check_fields",
-    "check_sizes",
-    "read_foreign",
-    "commonest_dtype",
-    "Converted",
-    "converted",
-    "read_drafter",
-    "convert",
-    "formats_of",
-    "saved_tensors",
-    "export_native",
-    "export_fp8",
-]
 
 
 def recognise(native: NativeCheckpoint) -> NativeFormat:
@@ -125,12 +105,6 @@ def read_foreign(entry: NativeFormat, native: NativeCheckpoint, target: Target) 
             f"{entry.name} ({type(e).__name__}: {' '.join(str(e).split())[:200]}); fetch the "
             "checkpoint again, or name its format"
         ) from e
-
-
-def commonest_dtype(state: Tensors) -> torch.dtype:
-    "Of the floating tensors: what config.json names."
-    counts = Counter(w.dtype for w in state.values() if w.is_floating_point())
-    return max(counts, key=lambda dtype: (counts[dtype], str(dtype)))
 
 
 class Converted(NamedTuple):
@@ -221,19 +195,6 @@ def convert(
     return str(output)
 
 
-def formats_of(config: SpeculatorModelConfig, checkpoint: str | os.PathLike) -> list[NativeFormat]:
-    "The formats of a drafter's type. Errors: ValueError where there are none."
-    kind = config.speculators_model_type
-    known = formats(kind)
-    if not known:
-        raise ValueError(
-            f"{str(checkpoint)!r} is of type {kind!r}, which no other "
-            "project stores in a way of its own; there are "
-            f"{', '.join(sorted({entry.model_type for entry in formats()}))}"
-        )
-    return known
-
-
 def saved_tensors(config: SpeculatorModelConfig, folder: Path, checkpoint: str | os.PathLike) -> Tensors:
     "A drafter's own tensors, checked against its config; those of the verifier are left out."
     state = stored_state(folder)
@@ -241,7 +202,7 @@ def saved_tensors(config: SpeculatorModelConfig, folder: Path, checkpoint: str |
     with torch.device("meta"):
         model = model_class(config)
     model.check_state(state, checkpoint)
-    left_out = ("verifier_", *model.not_saved)
+    left_out = ("verifier_", *model_class.not_saved)  # a whole head that is stored is its own
     return {name: w for name, w in state.items() if not name.startswith(left_out)}
 
 
@@ -259,8 +220,13 @@ def export_native(
     check_options(options | dict(verifier=verifier), "export")
     output, folder = new_folder(output_dir), resolve_checkpoint(checkpoint)
     config = SpeculatorModelConfig.from_pretrained(folder)
-    known = formats_of(config, checkpoint)
     kind = config.speculators_model_type
+    known = formats(kind)
+    if not known:
+        raise ValueError(
+            f"{str(checkpoint)!r} is of type {kind!r}, which no other project stores in a way of its own; there are "
+            f"{', '.join(sorted({entry.model_type for entry in formats()}))}"
+        )
     entry = known[0]
     if format is not None:
         entry = choose_format(format, known, f"a drafter of type {kind!r} can be written as")

@@ -43,7 +43,7 @@ from speculators_nb.models.serving_rules import (
     layer_of,
     layer_types_of,
     one_kind_of_attention,
-    served_rope,
+    rope_of_some_requests,
 )
 from speculators_nb.nn.anchors import (
     Blocks,
@@ -245,7 +245,7 @@ DFLASH_RULES: tuple[Rule, ...] = (
 )
 
 # %% ../../nbs/models/10_dflash.ipynb #blk00031
-def first_key_norm(raw: dict[str, Any]) -> list[str]:  # config.json -> warnings
+def first_key_norm(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     "vLLM's CPU build uses one key norm for the context of all layers."
     layers = layer_of(raw).get("num_hidden_layers", 1)
     if layers == 1:
@@ -268,6 +268,7 @@ class DFlashDraftModel(SpeculatorModel):
     needs_acceptance = False  # True: acceptance probabilities are computed in training too
     served_as = "dflash", True
     serving_rules = DFLASH_RULES
+    serving_cautions: tuple[Rule, ...] = (rope_of_some_requests, first_key_norm)
     forward_names = {"loss_fn": "loss_config", "dflash_decay_gamma": "gamma"}
     config_arguments = ("block_size", "sample_from_anchor", "max_anchors")
     training_defaults: dict[str, Any] = {
@@ -312,6 +313,12 @@ class DFlashDraftModel(SpeculatorModel):
     def block_size(self) -> int:  # B
         "Slots of a block: the anchor, and the masks behind it."
         return self.config.block_size
+
+    def _borrow(self, parts, head):
+        "A whole head that a checkpoint has for itself is saved again."
+        super()._borrow(parts, head)
+        if head.weight is not self.lm_head.weight:
+            self.not_saved = tuple(name for name in self.not_saved if name != "lm_head.")
 
     def draft_layer(self, index: int) -> DecoderLayer:
         "One layer; a subclass may build another kind."
@@ -749,11 +756,6 @@ class DFlashDraftModel(SpeculatorModel):
             sliding_window_non_causal=non_causal,
             aux_hidden_state_layer_ids=layers_to_read(verifier, arguments["target_layer_ids"]),
         )
-
-    @staticmethod
-    def serving_warnings(raw: dict[str, Any]) -> list[str]:  # sentences with the remedy
-        "What vLLM does differently on one of its builds, or for some requests."
-        return served_rope(layer_of(raw))[1] + first_key_norm(raw)
 
     def drafter(self) -> DFlashDrafter:
         "This model as a `tree.Drafter`."

@@ -6,7 +6,7 @@ The selector re-ranks the likeliest tokens of a slot by the token in front."""
 # %% auto #0
 __all__ = ['NEW_FIELDS', 'DFLASH2_RULES', 'check_convolutions', 'check_candidates', 'DFlash2SpeculatorConfig', 'convolve',
            'SlotConvolution', 'reset_convolutions', 'ConvolvedLayer', 'CandidateSelector', 'candidate_metrics',
-           'DFlash2Drafter', 'drafts_all_slots', 'DFlash2DraftModel']
+           'DFlash2Drafter', 'drafts_all_slots', 'second_runner', 'DFlash2DraftModel']
 
 # %% ../../nbs/models/12_dflash2.ipynb #7d7da872
 from collections.abc import Callable
@@ -35,8 +35,7 @@ from .dspark import acceptance_metrics
 from speculators_nb.models.serving_rules import (
     Rule,
     first_proposal,
-    layer_of,
-    served_rope,
+    rope_of_some_requests,
     written,
 )
 from ..nn.anchors import Blocks
@@ -280,6 +279,15 @@ def drafts_all_slots(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     ]
 
 
+def second_runner(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+    "vLLM does not serve it everywhere."
+    kind = raw.get("speculators_model_type", "dflash2")
+    return [
+        f"speculators_model_type is {kind}: vLLM 0.32 serves it with its V2 model runner "
+        "and Triton alone (not on processors); leave VLLM_USE_V2_MODEL_RUNNER unset"
+    ]
+
+
 DFLASH2_RULES: tuple[Rule, ...] = (
     masks_alone,
     drafts_as_trained(),
@@ -298,6 +306,7 @@ class DFlash2DraftModel(DFlashDraftModel):
     needs_acceptance = True
     served_as = "dflash", True
     serving_rules = DFLASH2_RULES
+    serving_cautions = (second_runner, rope_of_some_requests)
     config_arguments = (*DFlashDraftModel.config_arguments, *NEW_FIELDS)
     training_defaults: dict[str, Any] = DFlashDraftModel.training_defaults | {
         "loss_fn": "kl_div",
@@ -379,16 +388,6 @@ class DFlash2DraftModel(DFlashDraftModel):
         for name, value in parts.items():
             metrics |= sum_and_total(name, value.detach() * total, total)
         return loss, metrics
-
-    @staticmethod
-    def serving_warnings(raw: dict[str, Any]) -> list[str]:  # sentences with the remedy
-        "Where vLLM does not serve it, and what it does differently for some requests."
-        kind = raw.get("speculators_model_type", "dflash2")
-        runner = (
-            f"speculators_model_type is {kind}: vLLM 0.32 serves it with its V2 model runner "
-            "and Triton alone (not on processors); leave VLLM_USE_V2_MODEL_RUNNER unset"
-        )
-        return [runner, *served_rope(layer_of(raw))[1]]
 
     def drafter(self) -> DFlash2Drafter:
         "This model as a `tree.Drafter`."

@@ -5,7 +5,7 @@ What every drafter shares of them is here."""
 
 # %% auto #0
 __all__ = ['cache_mask', 'step_mask', 'padded_mask', 'as_cache', 'attention_weights', 'padded_attention', 'cached_attention',
-           'ToRead', 'deepest_proposal', 'CachedDrafter', 'ChainDrafter', 'SlotDrafter', 'PathHead', 'PathDrafter']
+           'deepest_proposal', 'CachedDrafter', 'ChainDrafter', 'SlotDrafter', 'PathHead', 'PathDrafter']
 
 # %% ../../nbs/models/03_drafting.ipynb #0b86c81d
 from collections.abc import Callable, Iterator, Sequence
@@ -169,39 +169,14 @@ def cached_attention(
 
     return attend
 
-# %% ../../nbs/models/03_drafting.ipynb #a1b2e001
-class ToRead:
-    """Which of the verifier's features a drafter with a KV cache reads: the new ones. Where the
-    frequencies have changed since the cache was filled: all of them, into an empty cache."""
-
-    def __init__(self, rotary: Rotary):
-        self.rotary, self.features, self.length = rotary, None, None
-
-    def __call__(
-        self,
-        features: Tensor,  # [m, F] the new ones
-        before: int,  # positions before them
-        length: int,  # of the text now, as in `Rotary.forward`
-    ) -> tuple[Tensor, bool]:  # features to read, whether into an empty cache
-        "Called once a step."
-        if not self.rotary.by_length:
-            return features, False
-        earlier, self.length = self.length, length
-        kept = [] if self.features is None else [self.features[:before]]
-        self.features = torch.cat([*kept, features])
-        if earlier is None:
-            return features, False
-        then, now = self.rotary.frequencies(earlier), self.rotary.frequencies(length)
-        return (features, False) if torch.equal(then, now) else (self.features, True)
-
 # %% ../../nbs/models/03_drafting.ipynb #93fe2ba6
 def deepest_proposal(
-    config: SpeculatorsConfig,
+    config: SpeculatorsConfig | None,  # None: a drafter that names no verifier yet
 ) -> int | None:  # draft tokens in a row; None: no method says
     "How many tokens in a row the deepest proposal method drafts."
     depths = [
         getattr(method, "depth", None) or getattr(method, "speculative_tokens", None)
-        for method in config.proposal_methods
+        for method in (config.proposal_methods if config else ())
     ]
     return max((depth for depth in depths if depth), default=None)
 
@@ -223,7 +198,9 @@ class CachedDrafter:
     def reset(self) -> None:
         "Start a new request."
         self.cache = DynamicCache()
-        self.to_read = ToRead(self.model.rotary)
+        # all features and the text's length, where the frequencies of RoPE depend on it
+        self.features: Tensor | None = None
+        self.length: int | None = None
 
     def unread(
         self,
@@ -231,13 +208,20 @@ class CachedDrafter:
         features: Tensor,  # [m, A·H] the new ones
         length: int,  # of the text that will be read, as in `Rotary.forward`
     ) -> Tensor:  # [m or more, A·H]
-        "The features to read; the cache is emptied where these are all of them."
-        features, from_the_start = self.to_read(
-            features, len(tokens) - 1 - len(features), length
-        )
-        if from_the_start:
-            self.cache = DynamicCache()
-        return features
+        """The features to read: the new ones. Where the frequencies have changed since the
+        cache was filled: all of them, into an empty cache."""
+        rotary: Rotary = self.model.rotary
+        if not rotary.by_length:
+            return features
+        before, earlier = len(tokens) - 1 - len(features), self.length
+        kept = [] if self.features is None else [self.features[:before]]
+        self.features, self.length = torch.cat([*kept, features]), length
+        if earlier is None:
+            return features
+        if torch.equal(rotary.frequencies(earlier), rotary.frequencies(length)):
+            return features
+        self.cache = DynamicCache()
+        return self.features
 
     def over_verifier_vocabulary(self, probs: Tensor) -> Tensor:  # [..., Vd] -> [..., V]
         "Probabilities over the verifier's vocabulary; tokens that the drafter lacks get 0."

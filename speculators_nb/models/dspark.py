@@ -33,7 +33,7 @@ from speculators_nb.models.serving_rules import (
     Rule,
     layer_of,
     layer_types_of,
-    served_rope,
+    rope_of_some_requests,
     written,
 )
 from ..nn.anchors import Blocks
@@ -325,6 +325,7 @@ class DSparkDraftModel(DFlashDraftModel):
     served_as = "dspark", True
     lab_arguments = DFlashDraftModel.lab_arguments | dict(markov_rank=64)
     serving_rules = DSPARK_RULES
+    serving_cautions = (rope_of_some_requests,)  # vLLM's build for processors has no DSpark
     config_arguments = (
         *DFlashDraftModel.config_arguments,
         "markov_rank",
@@ -395,11 +396,6 @@ class DSparkDraftModel(DFlashDraftModel):
         metrics |= sum_and_total("confidence_loss", confidence_loss.detach() * total, total)
         confidence = logits.detach().sigmoid()
         return loss, metrics | confidence_metrics(confidence, accept, blocks, first, upstream)
-
-    @staticmethod
-    def serving_warnings(raw: dict[str, Any]) -> list[str]:  # sentences with the remedy
-        "What vLLM does differently for some requests. Its build for processors has no DSpark."
-        return served_rope(layer_of(raw))[1]
 
     def drafter(
         self,

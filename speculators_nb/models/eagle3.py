@@ -44,7 +44,7 @@ from speculators_nb.models.serving_rules import (
     one_kind_of_attention,
     reaches_as_far,
     rope_as_trained,
-    served_rope,
+    rope_of_some_requests,
     silu_only,
     written,
 )
@@ -504,6 +504,7 @@ class Eagle3DraftModel(TrainingTimeTest):
     config_class: type[Eagle3SpeculatorConfig] = Eagle3SpeculatorConfig
     served_as = "eagle3", False
     serving_rules = EAGLE3_RULES
+    serving_cautions = (rope_of_some_requests,)
     config_arguments = (
         "norm_before_residual",
         "norm_before_fc",
@@ -719,11 +720,6 @@ class Eagle3DraftModel(TrainingTimeTest):
         "The layers that are read."
         ids = layers_to_read(verifier, arguments["target_layer_ids"])
         return {"eagle_aux_hidden_state_layer_ids": ids}
-
-    @staticmethod
-    def serving_warnings(raw: dict[str, Any]) -> list[str]:  # sentences with the remedy
-        "What vLLM does differently for some requests only, such as long ones."
-        return served_rope(layer_of(raw))[1]
 
     def drafter(self) -> Eagle3Drafter:
         "This model as a `tree.Drafter`."

@@ -24,7 +24,7 @@ from ..core.checkpoints import (
 )
 from ..core.config import import_models, layer_config_from_dict
 from ..core.files import read_object, write_object
-from ..nn.layers import LATENT_FAMILIES, LAYER_FAMILIES
+from ..nn.layers import ALIKE_FAMILIES, LATENT_FAMILIES, LAYER_FAMILIES, layer_window
 from ..nn.target_head import text_config, verifier_config
 from ..verifier.parts import load_verifier_tensors
 from .quantised import Tensors, stored_quantization, whole_weights
@@ -260,26 +260,39 @@ def layer_config(native: NativeCheckpoint, target: Target, names: list[str], **f
             f"{native.name}: no config.json with hidden_size beside {native.file.name}; the "
             "sizes of attention heads do not follow from the tensors"
         )
+    stored = {".".join(name.split(".")[-2:]) for name in names}
     family = native.config.get("model_type")
-    if any(name.endswith("kv_a_proj_with_mqa.weight") for name in names):  # deepseek_v2, kimi_k2, …
+    if "kv_a_proj_with_mqa.weight" in stored:  # deepseek_v2, kimi_k2, …
         family = LATENT_FAMILIES[0]
     elif family not in LAYER_FAMILIES:
-        has_query_norm = any(name.endswith("q_norm.weight") for name in names)
-        family = "qwen3" if has_query_norm else "llama"
+        family = "qwen3" if "q_norm.weight" in stored else "llama"
     declared = {*CONFIG_MAPPING[family]().to_dict(), *SOMETIMES_UNDECLARED}
     known = declared - NOT_OF_LAYERS - {"model_type"} - ({"head_dim"} if family in LATENT_FAMILIES else set())
     fields = {name: v for name, v in native.config.items() if name in known} | fields
-    if not fields.get("layer_types"):
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = fields.get(name) or {}
+        if "mrope" in (rope.get("rope_type"), rope.get("type")):  # Qwen2-VL's word for three coordinates
+            fields[name] = rope | dict(rope_type="default", type="default")
+    own_kinds = family == "qwen3" and fields.get("use_sliding_window")  # which its class in transformers derives
+    if not fields.get("layer_types") and not own_kinds:
         fields["layer_types"] = ["full_attention"] * fields["num_hidden_layers"]
     layers = layer_config_from_dict(fields | dict(model_type=family, tie_word_embeddings=False))
+    if family == "llama" and "q_proj.bias" in stored and "o_proj.bias" not in stored:
+        slides = "sliding_attention" in (layers.layer_types or ())
+        biased = dict(model_type="qwen2", attention_bias=False, use_sliding_window=slides)
+        layers = layer_config_from_dict(layers.to_dict() | biased)
     return reaching(layers, target.config.max_position_embeddings)
 
 
 def flat_config(config: PretrainedConfig, **others) -> dict[str, Any]:  # -> a config.json
-    """A layer's configuration in the top level, as a research checkpoint stores it; RoPE in the
-    words of transformers 5, and in those of earlier versions."""
+    """Draft layers in the top level, as a research checkpoint stores them; RoPE in the words of transformers 5, and in
+    those of earlier versions. Layers of Mistral and Qwen2 are Llama's, with a window or with biases on q, k, v."""
     left_out = NOT_OF_LAYERS - {"architectures"}
     fields = {name: v for name, v in config.to_dict().items() if name not in left_out}
+    if config.model_type in ALIKE_FAMILIES:
+        windows = [layer_window(config, i) for i in range(config.num_hidden_layers)]
+        kinds = ["full_attention" if window is None else "sliding_attention" for window in windows]
+        fields |= dict(model_type="llama", layer_types=kinds, qkv_bias=config.model_type == "qwen2")
     rope = dict(fields.get("rope_parameters") or {})
     if not any(isinstance(value, dict) for value in rope.values()):  # by layer type: new alone
         fields["rope_theta"] = rope.pop("rope_theta", config.default_theta)
@@ -288,9 +301,9 @@ def flat_config(config: PretrainedConfig, **others) -> dict[str, Any]:  # -> a c
     return fields | others
 
 
-def count_layers(names: Iterable[str]) -> int:  # of tensors, `layers.0.…` -> 1 more than the highest number
-    "How many decoder layers there are."
-    found = [re.match(r"layers\.(\d+)\.", name) for name in names]
+def count_layers(names: Iterable[str], pattern: str = r"layers\.(\d+)\.") -> int:
+    "How many decoder layers there are, or what else a number in the tensors' names counts: one more than the highest."
+    found = [re.match(pattern, name) for name in names]
     return 1 + max((int(match[1]) for match in found if match), default=-1)
 
 
@@ -335,7 +348,7 @@ def vocab_mapping(tensors: Tensors, vocab_size: int, source: str) -> Tensors:  #
     kept = torch.arange(len(d2t)) + d2t.long()
     if len(kept) and not 0 <= int(kept.min()) <= int(kept.max()) < vocab_size:
         raise ValueError(
-            f"{source}: d2t leads to token {int(kept.max())}, the verifier has {vocab_size}; "
+            f"{source}: d2t leads to tokens {int(kept.min())} to {int(kept.max())}, the verifier has {vocab_size}; "
             "the drafter is for another verifier"
         )
     if t2d is None:

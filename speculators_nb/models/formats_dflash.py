@@ -46,6 +46,8 @@ NEUTRAL_VALUES = {
     "attention_value_scale": (None, 1, 1.0),
     "draft_shift": (None, False),
     "hidden_dim_adapter": (None, False),
+    "is_neox_style": (None, True),
+    "logit_scale": (None, 1, 1.0),
 }  # option that this drafter does not have -> values with which it has no effect
 NEUTRAL_VALUES_OF_LOGITS = {
     "output_multiplier": (None, 1, 1.0),
@@ -89,13 +91,13 @@ def dflash_layers(native: NativeCheckpoint, target: Target, names: list[str]) ->
     value = partial(native.config_value, block="dflash_config")
     count = count_layers(names)
     fields: dict[str, Any] = dict(num_hidden_layers=count)
-    all_slide = value("use_swa") and "sliding_attention" not in (native.config_value("layer_types") or ())
-    if value("use_swa"):
-        fields |= dict(
-            layer_types=["sliding_attention"] * count if all_slide else native.config_value("layer_types"),
-            sliding_window=value("swa_window_size", native.config_value("sliding_window")),
-            use_sliding_window=True,
-        )
+    slides = "sliding_attention" in (native.config_value("layer_types") or ())
+    all_slide = value("use_swa") and not slides
+    if all_slide:
+        fields["layer_types"] = ["sliding_attention"] * count
+    if slides or all_slide:
+        window = value("swa_window_size", native.config_value("sliding_window"))
+        fields |= dict(sliding_window=window, use_sliding_window=True)
     layer = layer_config(native, target, names, **fields)
     if value("attention_sink_bias", native.config_value(SINKS)):
         setattr(layer, SINKS, True)

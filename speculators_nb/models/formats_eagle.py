@@ -1,14 +1,15 @@
-"""Reading and writing checkpoints of the EAGLE repositories, HASS, SpecForge, NVIDIA ModelOpt and AngelSlim.
+"""Reading and writing checkpoints of EAGLE and P-EAGLE, of HASS, SpecForge, NVIDIA ModelOpt and AngelSlim.
 The tensors are ours under other names."""
 
 import re
 from functools import partial
+from typing import Any
 
-from ..nn.layers import layer_window
+from ..nn.layers import ALIKE_FAMILIES, layer_window
 from ..verifier.parts import load_verifier_tensors
 from ..verifier.tapped_model import check_aux_layer_ids, default_aux_layer_ids
 from .eagle import EagleSpeculatorConfig
-from .eagle3 import Eagle3SpeculatorConfig
+from .eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from .formats import (
     FieldsAndTensors,
     Folder,
@@ -27,12 +28,13 @@ from .formats import (
     write_native,
 )
 from .llama_cpp import GGUFDraft, Limits, register_gguf
+from .peagle import PEagleSpeculatorConfig
 from .serving_rules import LAYER
 
 # EAGLE's and HASS's repositories share one layout: the decoder layer's configuration is in the top level of
 # `config.json`, a bias and extra norms show in the tensors' names. EAGLE-3's repository, SpecForge, ModelOpt and
 # AngelSlim store the same tensors; which layers of the verifier are read is in a block `eagle_config`, or nowhere: then
-# the width of `fc.weight` gives their number, and three are vLLM's default three.
+# the width of `fc.weight` gives their number, and three are vLLM's default three. P-EAGLE's have `mask_hidden` besides.
 
 EAGLE_NAMES = {
     "fc.": "fusion_fc.",
@@ -71,7 +73,7 @@ def check_served_layer(config: EagleSpeculatorConfig) -> None:
             f"with {'=False, '.join(extra)}=False"
         )
     layer = config.transformer_layer_config
-    if layer.model_type != "llama":
+    if layer.model_type not in ("llama", *ALIKE_FAMILIES):
         raise ValueError(
             f"transformer_layer_config.model_type is {layer.model_type!r}: vLLM's EAGLE-1 "
             "has a Llama layer; train with draft_arch='llama'"
@@ -101,7 +103,7 @@ def write_eagle(
     layer = config.transformer_layer_config
     raw = flat_config(
         layer,
-        architectures=[f"{type(layer).__name__.removesuffix('Config')}ForCausalLM"],
+        architectures=["Qwen3ForCausalLM" if layer.model_type == "qwen3" else "LlamaForCausalLM"],
         num_hidden_layers=1,
         bias=config.fusion_bias,
         speculative_tokens=config.proposed_tokens,
@@ -132,9 +134,7 @@ register_format(
 )
 
 
-EAGLE3_CLASSES = {"llama": "LlamaForCausalLMEagle3", "deepseek_v3": "Eagle3DeepseekV2ForCausalLM"}
-# vLLM takes any drafter of the type deepseek_v3 for the verifier's MTP head; the layer is the same
-SERVED_AS = {"deepseek_v3": "deepseek_v2"}
+EAGLE3_CLASSES = {"qwen3": "Eagle3Qwen3ForCausalLM", "deepseek_v3": "Eagle3DeepseekV2ForCausalLM"}
 EAGLE3_NAMES = {"midlayer.": "layers.0.", "model.midlayer.": "layers.0.", "model.": ""}
 
 
@@ -149,14 +149,12 @@ def eagle3_layer_ids(native: NativeCheckpoint, target: Target, count: int) -> li
         )
     num_layers = target.config.num_hidden_layers
     layer_ids = value("eagle_aux_hidden_state_layer_ids")
-    if layer_ids is None and count != 3:
+    if not layer_ids and count != 3:
         raise ValueError(
             f"{native.name}: fc.weight reads {count} layers and config.json does not say "
             f"which; give config={{'eagle_aux_hidden_state_layer_ids': [...]}}"
         )
-    if layer_ids is None:
-        layer_ids = default_aux_layer_ids(num_layers)
-    return check_aux_layer_ids(layer_ids, num_layers)
+    return check_aux_layer_ids(layer_ids or default_aux_layer_ids(num_layers), num_layers)
 
 
 def read_eagle3(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
@@ -193,32 +191,34 @@ def read_eagle3(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     return fields, tensors
 
 
-def write_eagle3(config: Eagle3SpeculatorConfig, tensors: Tensors, folder: Folder, target: Target | None = None):
-    'Write an EAGLE-3 research checkpoint. vLLM serves it with method "eagle3".'
+def eagle3_config_json(config: Eagle3SpeculatorConfig) -> dict[str, Any]:
+    "The config of the layout."
     layer = config.transformer_layer_config
     raw = flat_config(
         layer,
-        model_type=SERVED_AS.get(layer.model_type, layer.model_type),
-        architectures=[EAGLE3_CLASSES.get(layer.model_type, "Eagle3Qwen3ForCausalLM")],
+        architectures=[EAGLE3_CLASSES.get(layer.model_type, "LlamaForCausalLMEagle3")],
         speculative_tokens=config.proposed_tokens,
         draft_vocab_size=config.draft_vocab_size,
-        norm_before_residual=config.norm_before_residual,
-        norm_before_fc=config.norm_before_fc,
-        fc_norm=config.fc_norm,
-        norm_output=config.norm_output,
-        embed_requires_grad=config.embed_requires_grad,
+        **{name: getattr(config, name) for name in Eagle3DraftModel.config_arguments},
     )
+    if layer.model_type == "deepseek_v3":  # of which vLLM takes any drafter for the verifier's MTP head
+        raw["model_type"] = "deepseek_v2"  # the layer is the same
     if config.target_hidden_size:
         raw["target_hidden_size"] = config.target_hidden_size
     if layer_ids := config.eagle_aux_hidden_state_layer_ids:
         raw["eagle_config"] = dict(eagle_aux_hidden_state_layer_ids=layer_ids, use_aux_hidden_state=True)
-    write_native(folder, raw, rename(tensors, {"layers.0.": "midlayer."}))
+    return raw
+
+
+def write_eagle3(config: Eagle3SpeculatorConfig, tensors: Tensors, folder: Folder, target: Target | None = None):
+    'Write an EAGLE-3 research checkpoint. vLLM serves it with method "eagle3".'
+    write_native(folder, eagle3_config_json(config), rename(tensors, {"layers.0.": "midlayer."}))
 
 
 def is_eagle3(config: dict, names: set[str]) -> bool:
     "Whether tensor names are those of an EAGLE-3 checkpoint."
     first_layer = re.compile(r"(model\.)?(midlayer\.|layers\.0\.hidden_norm\.)")
-    return any(first_layer.match(name) for name in names)
+    return "mask_hidden" not in names and any(first_layer.match(name) for name in names)
 
 
 register_format(
@@ -230,6 +230,54 @@ register_format(
         recognises=is_eagle3,
         read=read_eagle3,
         write=write_eagle3,
+    )
+)
+
+
+MASK_FIELDS = ("mask_token_id", "pard_token", "ptd_token_id")  # as vLLM looks for it
+DRAWN = ("num_depths", "down_sample_ratio", "down_sample_ratio_min")  # of training alone
+
+
+def read_peagle(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
+    """Read a P-EAGLE checkpoint. Errors: as from `read_eagle3`; ValueError for one without a mask token."""
+    fields, tensors = read_eagle3(native, target)
+    tokens = [native.config_value(name) for name in MASK_FIELDS]
+    token = next((token for token in tokens if token is not None), None)
+    if token is None:
+        raise ValueError(
+            f"{native.name}: {', '.join(MASK_FIELDS)}: none is in config.json; write there the token that is read "
+            "where one is not known yet"
+        )
+    fields |= {name: native.config_value(name, getattr(PEagleSpeculatorConfig, name)) for name in DRAWN}
+    fields |= dict(
+        mask_token_id=token,
+        embed_requires_grad=native.config_value("embed_requires_grad", True),
+        speculative_tokens=native.config_value("speculative_tokens", fields["num_depths"]),
+    )
+    return fields, tensors | {"mask_hidden": tensors["mask_hidden"].view(1, 1, -1)}
+
+
+def write_peagle(config: PEagleSpeculatorConfig, tensors: Tensors, folder: Folder, target: Target | None = None):
+    'Write EAGLE-3\'s layout with `mask_hidden`. vLLM serves it with method "eagle3" and parallel_drafting.'
+    raw = eagle3_config_json(config) | {name: getattr(config, name) for name in DRAWN}
+    raw |= dict(mask_token_id=config.mask_token_id, ptd_token_id=config.mask_token_id)
+    write_native(folder, raw, rename(tensors, {"layers.0.": "midlayer."}))
+
+
+def is_peagle(config: dict, names: set[str]) -> bool:
+    "Whether tensor names are those of a P-EAGLE checkpoint."
+    return "mask_hidden" in names and is_eagle3(config, names - {"mask_hidden"})
+
+
+register_format(
+    NativeFormat(
+        name="peagle",
+        model_type="peagle",
+        about="P-EAGLE checkpoints as Amazon releases them",
+        looks_for="EAGLE-3's tensors and mask_hidden",
+        recognises=is_peagle,
+        read=read_peagle,
+        write=write_peagle,
     )
 )
 

@@ -1,8 +1,9 @@
 """Gemma 4's assistants: reading and writing the layout of transformers' `Gemma4AssistantForCausalLM`.
 Its tensors have our names, but for a prefix and a head that is stored as an embedding."""
 
-from transformers import Gemma4TextConfig
+from typing import Any
 
+from ..core.config import layer_config_from_dict
 from .formats import (
     FieldsAndTensors,
     Folder,
@@ -37,7 +38,7 @@ def read_assistant(native: NativeCheckpoint, target: Target) -> FieldsAndTensors
             f"{native.name} reads the keys of a Gemma 4, and {target.path!r} is a {target.config.model_type}; give "
             "the verifier that it was trained for"
         )
-    layers = Gemma4TextConfig(**native.config["text_config"])
+    layers: Any = layer_config_from_dict(native.config["text_config"] | dict(model_type="gemma4_text"))
     fields = from_verifier(target.config, layers) | dict(
         hidden_size=native.config_value("backbone_hidden_size"),
         vocab_size=layers.vocab_size,
@@ -46,7 +47,9 @@ def read_assistant(native: NativeCheckpoint, target: Target) -> FieldsAndTensors
     if native.config_value("use_ordered_embeddings", False):
         fields |= {name: native.config[name] for name in ("num_centroids", "centroid_intermediate_top_k")}
     tensors = native.tensors()
-    tensors.pop("lm_head.weight", None)  # a copy
+    head = tensors.pop("lm_head.weight", None)  # a copy, where they are tied
+    if head is not None and not native.config_value("tie_word_embeddings", True):
+        tensors["model.embed_tokens.weight"] = head
     return fields, rename(tensors, inverse(NAMES | CENTROIDS))
 
 

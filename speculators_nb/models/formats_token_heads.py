@@ -14,6 +14,7 @@ from .formats import (
     NativeFormat,
     Target,
     Tensors,
+    count_layers,
     register_format,
     rename,
     write_native,
@@ -116,12 +117,6 @@ register_format(
 )
 
 
-def count_in_names(pattern: str, names: set[str]) -> int:
-    "How many blocks or heads there are."
-    numbers = [int(found[1]) for name in names if (found := re.match(pattern, name))]
-    return 1 + max(numbers, default=-1)
-
-
 def is_medusa(config: dict, names: set[str]) -> bool:
     "Whether tensor names are those of an engine's Medusa heads."
     return {"blocks.0.layers.0.weight", "lm_heads.0.weight"} <= names
@@ -198,7 +193,7 @@ def medusa_tensors(native: NativeCheckpoint) -> Tensors:
             "tokens; Medusa heads here have the whole vocabulary"
         )
     if native.config_value("original_lm_head"):
-        for head in range(count_in_names(r"blocks\.(\d+)\.", set(tensors))):
+        for head in range(count_layers(tensors, r"blocks\.(\d+)\.")):
             tensors[f"lm_heads.{head}.weight"] = tensors["lm_heads.0.weight"].clone()
     return tensors
 
@@ -211,12 +206,12 @@ def read_medusa(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     if not is_medusa(native.config, names):
         raise ValueError(f"{native.name}: a head is a block and a matrix; found {', '.join(sorted(names)[:4])}")
     vocab_size, hidden_size = tensors["lm_heads.0.weight"].shape
-    heads = count_in_names(r"blocks\.(\d+)\.", names)
+    heads = count_layers(names, r"blocks\.(\d+)\.")
     fields = dict(
         hidden_size=hidden_size,
         vocab_size=vocab_size,
         num_heads=heads,
-        num_hidden_layers=count_in_names(r"blocks\.0\.layers\.(\d+)\.", names),
+        num_hidden_layers=count_layers(names, r"blocks\.0\.layers\.(\d+)\."),
         medusa_fc_bias="blocks.0.layers.0.bias" in names,
         speculative_tokens=heads,
     )

@@ -66,19 +66,6 @@ RULES.update(
 )
 
 
-# config fields by the names that checkpoints elsewhere have
-LILICORR_FIELDS = (
-    "lilicorr_candidate_topk",
-    "lilicorr_hidden_size",
-    "lilicorr_factor_dim",
-    "lilicorr_num_layers",
-    "lilicorr_num_heads",
-    "lilicorr_mlp_ratio",
-    "lilicorr_logit_scale",
-    "lilicorr_vector_eps",
-)
-
-
 @SpeculatorModelConfig.register("lilicorr")
 class LiLiCorrSpeculatorConfig(DFlashSpeculatorConfig):
     """A LiLiCorr drafter. Errors: ValueError naming field and value for more candidates than
@@ -117,6 +104,10 @@ class LiLiCorrSpeculatorConfig(DFlashSpeculatorConfig):
     def lattice_width(self) -> int:  # W
         "The width of a cell of the lattice."
         return self.lilicorr_hidden_size or self.transformer_layer_config.hidden_size
+
+
+# those by the names that checkpoints elsewhere have
+LILICORR_FIELDS = tuple(name for name in RULES if name.startswith("lilicorr_"))
 
 # %% ../../nbs/models/22_lilicorr.ipynb #llcA0009
 def likeliest_tokens(
@@ -357,7 +348,7 @@ class LiLiCorrDraftModel(DFlashDraftModel):
         drafts_all_slots,
         *BLOCK_RULES,
     )
-    serving_warnings = staticmethod(DFlash2DraftModel.serving_warnings)
+    serving_cautions = DFlash2DraftModel.serving_cautions
     lab_arguments = DFlashDraftModel.lab_arguments | dict(
         lilicorr_hidden_size=32, lilicorr_factor_dim=32, lilicorr_num_heads=4
     )

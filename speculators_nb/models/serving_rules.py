@@ -53,6 +53,15 @@ def served_rope(layer: dict[str, Any]) -> tuple[list[str], list[str]]:
             f"{ROPE}.rope_type is dynamic: vLLM never scales its angles, training scales those "
             "of texts longer than max_position_embeddings; drafts for such texts differ"
         )
+    if kind == "yarn":
+        factor, length = rope.get("factor"), layer.get("max_position_embeddings", 0)
+        if not factor:
+            wrong.append(f"{ROPE}.factor is {factor!r}; vLLM's yarn needs a number, write what was trained with")
+        elif n and n * factor < length:
+            careful.append(
+                f"{ROPE}.factor is {factor:g}: vLLM's yarn has angles for {n * factor:g} positions, less than "
+                f"max_position_embeddings={length}; serve with max_model_len up to that"
+            )
     if kind == "longrope":
         reach = layer.get("max_position_embeddings", 0) / (n or 1)
         factor, attention_factor = rope.get("factor"), rope.get("attention_factor")
@@ -84,6 +93,11 @@ def silu_only(raw: dict[str, Any], verifier: Any = None) -> list[str]:
 def rope_as_trained(raw: dict[str, Any], verifier: Any = None) -> list[str]:
     "vLLM must rotate by the angles of training (`served_rope`)."
     return served_rope(layer_of(raw))[0]
+
+
+def rope_of_some_requests(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+    "For which vLLM rotates by other angles (`served_rope`)."
+    return served_rope(layer_of(raw))[1]
 
 
 def known_layer_family(raw: dict[str, Any], verifier: Any = None) -> list[str]:

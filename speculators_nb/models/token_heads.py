@@ -111,6 +111,7 @@ class TokenHeads(SpeculatorModel):
     drafted_by = "num_heads"
     fixed_layers = "heads over a state are no decoder layers"
     whole_vocabulary = "each head has the whole vocabulary; leave draft_vocab_size out"
+    shift = None  # samples are packed as they are: index i of every tensor is token i
     save_native = save_native
     native_format = ""  # name of the layout that `save_native` writes, see `models.formats`
 
@@ -188,11 +189,6 @@ class TokenHeads(SpeculatorModel):
         if not lean:
             tokens = [(h @ head.T).argmax(-1)[None] for h, head in zip(computed, heads)]
         return ForwardOutput(tokens, out.loss, heads_metrics(out, entries, trains, totals))
-
-    @staticmethod
-    def shift(sample: dict) -> dict:  # -> the same
-        "Samples are packed as they are: state, token and mask of one position share an index."
-        return sample
 
     @classmethod
     def verifier_fields(cls, layer, verifier, arguments):

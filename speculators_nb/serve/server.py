@@ -1,5 +1,6 @@
 """Start vLLM (or another engine) as a process group, wait until it answers, read its log, and end all of it."""
 
+import contextlib
 import os
 import re
 import shlex
@@ -90,14 +91,14 @@ class Server:
         if not port:
             self.command += ["--port", str(self.port)]
         host = option_value(self.command, "--host") or "127.0.0.1"
-        self.url = f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{self.port}"
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # all addresses: the one that is reached from here
+        self.url = f"http://{f'[{host}]' if ':' in host else host}:{self.port}"
 
     def __enter__(self) -> "Server":
-        with socket.socket() as s:
-            if s.connect_ex((urlsplit(self.url).hostname, self.port)) == 0:
-                raise ServerError(
-                    f"port {self.port} is taken: something answers on it already; choose another one, or leave it out"
-                )
+        with contextlib.suppress(OSError), socket.create_connection((urlsplit(self.url).hostname, self.port)):
+            raise ServerError(
+                f"port {self.port} is taken: something answers on it already; choose another one, or leave it out"
+            )
         self.start()
         try:
             wait_for(self)

@@ -553,12 +553,6 @@ def length_to_rates(length: float, n: int) -> list[float]:
     return rates[:n]
 
 
-def conditional_rates(rates: Sequence[float]) -> list[float]:
-    """Acceptance rates of each position given that all before were accepted, from unconditional ones; 0 after a rate of
-    0."""
-    return [rate / before if before else 0.0 for before, rate in zip([1.0, *rates], rates)]
-
-
 # ---- checks: each takes a config whose fields have their types, and names a field where it refuses
 
 

@@ -142,7 +142,11 @@ def _tensor_problems(folder: Path, model: SpeculatorModel, raw: dict[str, Any]) 
         yield f"{field} is missing, and weights are quantised; write it there, where alone vLLM looks for it"
     elif layer_of(raw).get("quantization_config") and not quantised:
         yield f"{field} is set, and no weight is quantised; remove it, or vLLM expects scales"
-    expected = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(model.not_saved)}
+    expected = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if name in model.from_verifier or not name.startswith(model.not_saved)
+    }
     optional = set(model.from_verifier)
     if model.t2d is not None:  # vLLM shares the whole head or none of it
         optional -= {"lm_head.weight"}
@@ -161,7 +165,7 @@ def _tensor_problems(folder: Path, model: SpeculatorModel, raw: dict[str, Any]) 
 
 def _rules_of(klass: Any, config: dict[str, Any], verifier: str | None) -> list[str]:
     "Violations that the model class itself knows; its warnings are logged."
-    if klass.vllm_method() and hasattr(klass, "serving_warnings"):
+    if klass.vllm_method():
         for warning in klass.serving_warnings(config):
             log.warning("warning: %s", warning)
     return list(klass.serving_violations(config, text_config(verifier_config(verifier)) if verifier else None))
