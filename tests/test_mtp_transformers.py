@@ -1,12 +1,14 @@
 """MTP heads that transformers computes: a tiny random verifier of every family that transformers lists, its head under
 the names of its checkpoints. The reference is transformers' own `MtpModel`."""
 
-import json
+import copy
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
-import transformers
+from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import CONFIG_MAPPING, AutoConfig
@@ -14,15 +16,18 @@ from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
 from speculators_nb.cli import main as cli
-from speculators_nb.core.config import SpeculatorModelConfig
 from speculators_nb.core.files import NotSupported
 from speculators_nb.decode.generate import generate
 from speculators_nb.decode.tree import Sampling
-from speculators_nb.models import mtp_transformers
+from speculators_nb.features.in_process import extract_features
 from speculators_nb.models.base import SpeculatorModel, verify_training_compatible
 from speculators_nb.models.convert import convert
 from speculators_nb.models.mtp import MTPDraftModel, MTPSpeculatorConfig, MTPStackModel
 from speculators_nb.models.mtp_native import extract_mtp, stitch_mtp
+from speculators_nb.models.mtp_transformers import new_stack, skeleton
+from speculators_nb.nn.target_head import text_config
+from speculators_nb.plan.sizes import empty_drafter
+from speculators_nb.verifier.identity import VerifierInfo
 from speculators_nb.verifier.tapped_model import Verifier, auto_class
 
 V, H, K = 60, 32, 4
@@ -68,7 +73,7 @@ CONFIGS = {
     | dict(mtp_layer_types=["full_attention"], mtp_mlp_layer_types=["sparse"]),
 }
 del CONFIGS["bailing_hybrid"]["n_routed_experts"]
-SINCE = dict(mellum="5.20", bailing_hybrid="5.20", sarvam_mla="5.22", sarvam_moe="5.22")
+
 
 
 def lists_mtp(kind):
@@ -183,7 +188,7 @@ class Case:
             positions = torch.arange(1, ids.shape[1])[None]
             labels = F.pad(ids[:, 2:], (0, 1), value=-100)  # of depth 0; the others are shifted by it
             cache = MtpCache(config=self.mtp.config)
-            loss = self.mtp(ids[:, 1:], after[:, :-1], None, positions, cache, labels=labels)[2]
+            loss = self.mtp(ids[:, 1:], after[:, :-1], torch.ones_like(positions), positions, cache, labels=labels)[2]
         finally:
             del type(self.mtp).loss_function
         return depths, loss.value
@@ -191,7 +196,8 @@ class Case:
     def drafted(self, ids, after):  # [1, n] decided, [1, n-1, H] -> a token for each layer
         "What `MtpModel` drafts, all read anew."
         positions = torch.arange(1, ids.shape[1])[None]
-        return self.mtp(ids[:, 1:], after, None, positions, MtpCache(config=self.mtp.config))[0][0].tolist()
+        cache = MtpCache(config=self.mtp.config)
+        return self.mtp(ids[:, 1:], after, torch.ones_like(positions), positions, cache)[0][0].tolist()
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -309,7 +315,73 @@ def test_trained_saved_and_put_back(case, tmp_path):
     assert changed and changed <= case.native.keys()
     assert (out / "config.json").read_bytes() == (case.folder / "config.json").read_bytes()
     main = auto_class(case.model.config).from_pretrained(out)
-    main._keys_to_ignore_on_load_unexpected = mtp_transformers.skeleton(out)._keys_to_ignore_on_load_unexpected
+    main._keys_to_ignore_on_load_unexpected = skeleton(out)._keys_to_ignore_on_load_unexpected
     mended = MtpModel.from_pretrained(main)
     for name, weight in mended.layers.state_dict().items():
         assert torch.equal(weight, model.mtp_layers.layers.state_dict()[name]), name
+
+
+def test_the_commands_train_check_stitch_and_evaluate(case, tmp_path, caplog):
+    "Features, `train` from the verifier's own head, `check`, `stitch-mtp`, and `plan`'s sizes, by the CLI's functions."
+    rows = [tokens(n, n)[0].tolist() for n in (20, 24, 17, 30, 21, 22)]
+    masks = [[i > 2 for i in range(len(row))] for row in rows]
+    data = Dataset.from_dict(dict(input_ids=rows, loss_mask=masks, seq_len=[*map(len, rows)]))
+    extract_features(Verifier.from_pretrained(case.folder, [1]), data, tmp_path / "f", dtype=torch.float32)
+    options = dict(algorithm="mtp", verifier=str(case.folder), eval_share=0.2, total_seq_len=64, num_train_epochs=2)
+    trainer = cli.train(tmp_path / "f", tmp_path / "d", extra=[f"num_speculative_steps={K}"], **options)
+    history = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
+    assert type(trainer.model) is MTPStackModel and history[-1] < history[0]
+    caplog.clear()
+    violations = cli.check(tmp_path / "d").violations
+    assert len(violations) == 1 and "stitch_mtp" in violations[0] and not caplog.records
+    out = Path(cli.stitch_mtp(tmp_path / "d", case.folder, tmp_path / "out"))
+    trained = {n: w for n, w in trainer.model.state_dict().items() if n.startswith("mtp_layers.")}
+    assert all(torch.equal(w.float(), trained[n].float()) for n, w in extract_mtp(out).items())
+    empty = empty_drafter("mtp", VerifierInfo.of(case.folder), num_speculative_steps=K)
+    assert type(empty) is MTPStackModel
+    counts = [sum(p.numel() for p in m.mtp_layers.parameters()) for m in (empty, trainer.model)]
+    assert counts[0] == counts[1]
+
+
+def test_a_fresh_head_trains_and_is_not_stitched_where_no_names_are(case, tmp_path):
+    "Its matrices are drawn, its norms one; a verifier without a head does not say what one would be called."
+    state = {n: w for n, w in load_file(case.folder / "model.safetensors").items() if n not in case.native}
+    bare = tmp_path / "bare"
+    shutil.copytree(case.folder, bare)
+    save_file({n: w for n, w in state.items() if not re.search(r"layers\.2\.(embed|shared)", n)}, bare / "model.safetensors")
+    with pytest.raises(ValueError, match=f"has no MTP head .no tensor those of {case.n} MTP layers"):
+        extract_mtp(bare)
+    torch.manual_seed(0)
+    model = MTPDraftModel.from_training_args(verifier_name_or_path=str(bare), fresh_head=True)
+    assert all(0.005 < w.std() < 0.5 for w in model.mtp_layers.parameters() if w.ndim > 1)
+    assert model(tokens(9), torch.randn(1, 9, H)).loss.isfinite()
+    model.save_pretrained(tmp_path / "d")
+    with pytest.raises(ValueError, match="would say what a head of .* is called; stitch into"):
+        stitch_mtp(tmp_path / "d", bare, tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["as_served", "cross_document_targets"])
+def test_other_definitions_are_refused(case, name):
+    with pytest.raises(NotSupported, match=f"^{name}=True: each of transformers' MTP layers has a past of its own"):
+        drafter_of(case)(tokens(9), torch.randn(1, 9, H), **{name: True})
+
+
+def test_what_cannot_be_read_is_refused_in_a_line(case, tmp_path):
+    "Another number of layers, a head that lacks a tensor, a padded head, layers that transformers cannot know."
+    layer = text_config(case.model.config)
+    with pytest.raises(ValueError, match=f"num_nextn_predict_layers={case.n + 1}: .* has {case.n} to draft"):
+        MTPSpeculatorConfig(transformer_layer_config=layer, num_nextn_predict_layers=case.n + 1)
+    shutil.copytree(case.folder, tmp_path / "lacks")
+    state = load_file(case.folder / "model.safetensors")
+    save_file({n: w for n, w in state.items() if n != sorted(case.native)[0]}, tmp_path / "lacks/model.safetensors")
+    with pytest.raises(ValueError, match=r"^verifier '.*lacks': .* are missing from [^\n]*$"):
+        extract_mtp(tmp_path / "lacks")
+    padded = copy.deepcopy(layer)
+    padded.unpadded_vocab_size = V - 4
+    with pytest.raises(NotSupported, match="unpadded_vocab_size=56 of 60: a verifier whose head"):
+        new_stack(padded)
+    if getattr(layer, "layer_types", None) and case.family != "inkling_text":
+        unknown = copy.deepcopy(layer)
+        unknown.mtp_layer_types = None
+        with pytest.raises(NotSupported, match="transformers makes no MTP layers of .*ambiguous"):
+            new_stack(unknown)

@@ -319,8 +319,7 @@ class MTPDraftModel(TrainingTimeTest):
     @classmethod
     def class_of(cls, config: Any) -> type:
         "Heads that transformers computes have a class of their own."
-        stacked = layers_of_transformers(config.transformer_layer_config)
-        return MTPStackModel if stacked else MTPDraftModel
+        return MTPStackModel if layers_of_transformers(config.transformer_layer_config) else cls
 
     @classmethod
     def verifier_fields(cls, layer: PretrainedConfig, verifier: str, arguments: dict[str, Any]):
@@ -662,6 +661,7 @@ class MTPStackModel(MTPDraftModel):
     "An MTP head whose layers are transformers' (`mtp_transformers`), one for each token."
 
     supports_gradient_checkpointing = False  # it would leave out the layers' states
+    served_as = MTPDraftModel.served_as
 
     def build(self, layer: PretrainedConfig):
         "The network."
