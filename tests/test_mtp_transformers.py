@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
@@ -73,7 +74,6 @@ CONFIGS = {
     | dict(mtp_layer_types=["full_attention"], mtp_mlp_layer_types=["sparse"]),
 }
 del CONFIGS["bailing_hybrid"]["n_routed_experts"]
-
 
 
 def lists_mtp(kind):
@@ -150,9 +150,7 @@ class Case:
                 layer.eh_proj.weight.add_(torch.cat(halves, 1))
         state = {n: w for n, w in self.mtp.state_dict().items() if n.startswith(("layers.", "shared_post_norm."))}
         self.state = {f"mtp_layers.{name}": w.clone() for name, w in state.items()}
-        self.native = {
-            native_name(family, name, text.num_hidden_layers): w for name, w in one_by_one(state).items()
-        }
+        self.native = {native_name(family, name, text.num_hidden_layers): w for name, w in one_by_one(state).items()}
         copies = {}
         if family in ("deepseek_v3", "glm4_moe"):  # as released: copies of the verifier's embedding and head
             copies = {
@@ -296,7 +294,7 @@ def test_text_is_the_verifiers(case):
 def test_trained_saved_and_put_back(case, tmp_path):
     "Five steps; the folder loads to the same numbers, and transformers reads the mended verifier."
     model, ids = drafter_of(case).train(), tokens(24, 5)
-    before, after = case.states(ids)
+    before, _ = case.states(ids)
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.01)
     losses = []
     for _ in range(5):
@@ -348,7 +346,9 @@ def test_a_fresh_head_trains_and_is_not_stitched_where_no_names_are(case, tmp_pa
     state = {n: w for n, w in load_file(case.folder / "model.safetensors").items() if n not in case.native}
     bare = tmp_path / "bare"
     shutil.copytree(case.folder, bare)
-    save_file({n: w for n, w in state.items() if not re.search(r"layers\.2\.(embed|shared)", n)}, bare / "model.safetensors")
+    save_file(
+        {n: w for n, w in state.items() if not re.search(r"layers\.2\.(embed|shared)", n)}, bare / "model.safetensors"
+    )
     with pytest.raises(ValueError, match=f"has no MTP head .no tensor those of {case.n} MTP layers"):
         extract_mtp(bare)
     torch.manual_seed(0)
@@ -366,8 +366,9 @@ def test_other_definitions_are_refused(case, name):
         drafter_of(case)(tokens(9), torch.randn(1, 9, H), **{name: True})
 
 
-def test_what_cannot_be_read_is_refused_in_a_line(case, tmp_path):
-    "Another number of layers, a head that lacks a tensor, a padded head, layers that transformers cannot know."
+def test_what_cannot_be_read_is_refused_in_a_line(case, tmp_path, monkeypatch):
+    """Another number of layers, a head that lacks a tensor, a padded head, layers that transformers cannot know, and a
+    transformers that is too old."""
     layer = text_config(case.model.config)
     with pytest.raises(ValueError, match=f"num_nextn_predict_layers={case.n + 1}: .* has {case.n} to draft"):
         MTPSpeculatorConfig(transformer_layer_config=layer, num_nextn_predict_layers=case.n + 1)
@@ -385,3 +386,6 @@ def test_what_cannot_be_read_is_refused_in_a_line(case, tmp_path):
         unknown.mtp_layer_types = None
         with pytest.raises(NotSupported, match="transformers makes no MTP layers of .*ambiguous"):
             new_stack(unknown)
+    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    with pytest.raises(NotSupported, match=r"^transformers 5\.17\.0: .*; take 5\.18 or later$"):
+        new_stack(layer)

@@ -161,7 +161,8 @@ def head_family(config: PretrainedConfig) -> HeadFamily:  # of a language model
     if config.model_type not in FAMILIES:
         raise ValueError(
             f"transformer_layer_config.model_type is {config.model_type!r}; MTP heads are "
-            f"known for {', '.join(FAMILIES)}, and where the config has num_mtp_layers. Give the config of such a verifier"
+            f"known for {', '.join(FAMILIES)}, and for configs with num_mtp_layers. Give the config of such a "
+            "verifier"
         )
     return FAMILIES[config.model_type]
 

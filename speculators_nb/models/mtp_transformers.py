@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import MODEL_MAPPING, PretrainedConfig, PreTrainedModel
@@ -91,7 +92,12 @@ register_checkpoint_conversion_mapping(
 
 def new_stack(config: PretrainedConfig) -> MTPStack:  # of a language model
     """The layers with fresh weights. Errors: NotSupported, in one line, for a config that transformers makes no MTP
-    layers of."""
+    layers of, and for a version of it without caches that can be cut."""
+    if tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 18):
+        raise NotSupported(
+            f"transformers {transformers.__version__}: its caches of sliding layers show too many keys after a second "
+            f"drafted token, and it computes the MTP head of this {config.model_type!r}; take 5.18 or later"
+        )
     if getattr(config, "unpadded_vocab_size", None) not in (None, config.vocab_size):
         raise NotSupported(
             f"unpadded_vocab_size={config.unpadded_vocab_size} of {config.vocab_size}: a verifier whose head has fewer "
