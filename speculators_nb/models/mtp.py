@@ -69,7 +69,9 @@ class MTPSpeculatorConfig(SpeculatorModelConfig):
     transformer_layer_config: LayerConfig = field(
         default_factory=Qwen2Config
     )  # the verifier's own language model: the head's layer is one of its kind
-    num_nextn_predict_layers: int = 1  # layers of the head; the last one drafts all further tokens
+    num_nextn_predict_layers: int = (
+        1  # layers of the head; the last one drafts all further tokens
+    )
     verifier_norm: bool = False  # read states after final norm, as engines do; written if True
 
     def __post_init__(self, **kwargs):
