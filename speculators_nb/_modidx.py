@@ -1375,8 +1375,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'speculators_nb/models/mtp.py'),
                                            'speculators_nb.models.mtp.MTPStackDrafter.reset': ( 'models/mtp.html#mtpstackdrafter.reset',
                                                                                                 'speculators_nb/models/mtp.py'),
-                                           'speculators_nb.models.mtp.MTPStackDrafter.unread': ( 'models/mtp.html#mtpstackdrafter.unread',
-                                                                                                 'speculators_nb/models/mtp.py'),
                                            'speculators_nb.models.mtp.MTPStackModel': ( 'models/mtp.html#mtpstackmodel',
                                                                                         'speculators_nb/models/mtp.py'),
                                            'speculators_nb.models.mtp.MTPStackModel.build': ( 'models/mtp.html#mtpstackmodel.build',

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
@@ -21,6 +20,7 @@ from speculators_nb.core.files import NotSupported
 from speculators_nb.decode.generate import generate
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.features.in_process import extract_features
+from speculators_nb.models import mtp_transformers
 from speculators_nb.models.base import SpeculatorModel, verify_training_compatible
 from speculators_nb.models.convert import convert
 from speculators_nb.models.mtp import MTPDraftModel, MTPSpeculatorConfig, MTPStackModel
@@ -28,6 +28,7 @@ from speculators_nb.models.mtp_native import extract_mtp, stitch_mtp
 from speculators_nb.models.mtp_transformers import new_stack, skeleton
 from speculators_nb.nn.target_head import text_config
 from speculators_nb.plan.sizes import empty_drafter
+from speculators_nb.serve.speculative_config import SpeculativeConfig
 from speculators_nb.verifier.identity import VerifierInfo
 from speculators_nb.verifier.tapped_model import Verifier, auto_class
 
@@ -289,6 +290,10 @@ def test_text_is_the_verifiers(case):
         written = generate(verifier, drafter, prompt[0].tolist(), max_new_tokens=40, k=k)
         assert written.tokens == alone
     assert sum(step.accepted for step in written.steps)
+    if case.family in ("deepseek_v3", "glm4_moe", "inkling_text", "step3p7"):  # vLLM has a class for the head
+        served = SpeculativeConfig(method="mtp", target_model_config=case.folder)
+        assert served.num_speculative_tokens == case.n
+        assert generate(verifier, served.drafter(verifier), prompt[0], max_new_tokens=40, k=case.n).tokens == alone
 
 
 def test_trained_saved_and_put_back(case, tmp_path):
@@ -386,6 +391,6 @@ def test_what_cannot_be_read_is_refused_in_a_line(case, tmp_path, monkeypatch):
         unknown.mtp_layer_types = None
         with pytest.raises(NotSupported, match="transformers makes no MTP layers of .*ambiguous"):
             new_stack(unknown)
-    monkeypatch.setattr(transformers, "__version__", "5.17.0")
+    monkeypatch.setattr(mtp_transformers.transformers, "__version__", "5.17.0")
     with pytest.raises(NotSupported, match=r"^transformers 5\.17\.0: .*; take 5\.18 or later$"):
         new_stack(layer)

@@ -620,28 +620,24 @@ class MTPStackDrafter(CachedDrafter):
 
     def reset(self) -> None:
         "Start a new request."
-        self.cache, self.again = self.model.mtp_layers.new_cache(), None
-
-    def unread(self, features: Tensor) -> Tensor:  # [m, H] -> [m or more, H]
-        "The features to read, those of the rows that were cut first."
-        return features if self.again is None else torch.cat([self.again, features])
+        self.cache, self.again = self.model.mtp_layers.new_cache(), []
 
     def cut(self, features: Tensor, further: int):
-        "Leave the rows that read decided tokens only; `further` rows more in the last layer."
-        n = len(self.cache.layers) - 1
-        self.again = features[len(features) - min(n, len(features)) :]
-        if self.cache.get_seq_length() <= len(self.again):
+        "Leave the rows that read decided tokens only; the last layer has `further` rows more."
+        last = len(self.cache.layers) - 1  # layer, and rows that it read with drafted tokens
+        self.again = [features[max(0, len(features) - last) :]]
+        if self.cache.get_seq_length() <= last:
             self.cache = self.model.mtp_layers.new_cache()
             return
         for k, layer in enumerate(self.cache.layers):
-            layer.crop(-(n + further * (k == n)))
+            layer.crop(-last - further * (k == last))
 
     @torch.inference_mode()
     def propose(
         self, tokens: Tensor, features: Tensor, k: int, sampling: Sampling
     ) -> TokenTree:
         "Draft k tokens, one after the other."
-        features = self.unread(features)
+        features = torch.cat([*self.again, features])
         depth = len(self.cache.layers)
         ids = tokens[len(tokens) - len(features) :]
         positions = torch.arange(len(tokens) - len(features), len(tokens), device=ids.device)

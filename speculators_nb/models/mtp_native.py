@@ -32,7 +32,7 @@ from .formats import (
     register_format,
 )
 from .mtp_families import FAMILIES, from_native, head_stem, layers_of_transformers, to_native
-from .mtp_transformers import read_stack, stack_names, stored_stack
+from .mtp_transformers import load_stack, stack_names, stored_stack
 
 # A mixture of experts is stored with a tensor for each projection of each expert (most families) or stacked (Qwen3.5),
 # as transformers and our checkpoints have it; Nemotron-H's experts have no gate. A new head gets the dtype of the
@@ -128,7 +128,9 @@ def extract_mtp(verifier: str | os.PathLike) -> Tensors:  # our names; as stored
             "most have not. Train a fresh one with fresh_head=True, or take a verifier that "
             "was pretrained with one, such as Qwen3.5 or GLM-4.5"
         )
-    return read_stack(verifier, head) if layers else ours_of(head, config)
+    if layers:
+        return load_stack(verifier, resolve_checkpoint(verifier), next(iter(head.values())).dtype)
+    return ours_of(head, config)
 
 
 def check_head(head: Tensors, expected: Tensors, drafter: str | os.PathLike, verifier: str | os.PathLike):

@@ -23,7 +23,6 @@ from transformers.conversion_mapping import (
 )
 from transformers.modeling_layers import MtpModel
 
-from ..core.checkpoints import resolve_checkpoint
 from ..core.files import NotSupported
 from ..nn.target_head import text_config, verifier_config
 from ..verifier.cache import cache_keyword
@@ -131,7 +130,7 @@ def stack_names(verifier: str | os.PathLike, names: Mapping[str, Any]) -> list[s
 
 
 def load_stack(verifier: str | os.PathLike, folder: str | os.PathLike, dtype: torch.dtype) -> Tensors:
-    "transformers' own reading of the MTP tensors in a folder, for this verifier; our names. Errors: ValueError."
+    "A verifier's MTP head under our names, as transformers reads it from a folder. Errors: ValueError for a lack."
     main = skeleton(verifier)
     main.config.name_or_path, main.config.dtype = str(folder), dtype
     try:
@@ -141,14 +140,8 @@ def load_stack(verifier: str | os.PathLike, folder: str | os.PathLike, dtype: to
     return {f"mtp_layers.{name}": weight for name, weight in stack.state_dict().items()}
 
 
-def read_stack(verifier: str | os.PathLike, native: Tensors) -> Tensors:  # its MTP tensors, as stored
-    "A verifier's MTP head under our names, in its dtype."
-    dtype = next(iter(native.values())).dtype
-    return load_stack(verifier, resolve_checkpoint(verifier), dtype)
-
-
 def stored_stack(head: Tensors, native: Tensors, verifier: str | os.PathLike) -> Tensors:
-    """The inverse of `read_stack`: a head under our names in the form of the checkpoint's own tensors, whatever
+    """The inverse of `load_stack`: a head under our names in the form of the checkpoint's own tensors, whatever
     transformers renames, splits, joins or transposes: numbered elements are read as weights are, and say where each
     came from. A number takes 8 bytes, as the moments of an optimizer do."""
     total, numbered = 0, {}

@@ -1194,7 +1194,7 @@ def _plain_drafter(config: SpeculativeConfig, verifier: Verifier) -> Any:
 
 def _trained_drafter(config: SpeculativeConfig, verifier: Verifier) -> Drafter:
     "The drafter of a checkpoint, converted first if another project has written it."
-    folder = getattr(verifier.config, "_name_or_path", None)
+    folder = getattr(verifier.model.config, "_name_or_path", None)
     verifier_folder = folder if folder and Path(folder).is_dir() else None
 
     def load(checkpoint):
