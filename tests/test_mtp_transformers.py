@@ -375,7 +375,9 @@ def test_what_cannot_be_read_is_refused_in_a_line(case, tmp_path, monkeypatch):
     """Another number of layers, a head that lacks a tensor, a padded head, layers that transformers cannot know, and a
     transformers that is too old."""
     layer = text_config(case.model.config)
-    with pytest.raises(ValueError, match=f"num_nextn_predict_layers={case.n + 1}: .* has {case.n} to draft"):
+    with pytest.raises(
+        ValueError, match=f"num_nextn_predict_layers={case.n + 1}: .* has an MTP head of {case.n}, whose"
+    ):
         MTPSpeculatorConfig(transformer_layer_config=layer, num_nextn_predict_layers=case.n + 1)
     shutil.copytree(case.folder, tmp_path / "lacks")
     state = load_file(case.folder / "model.safetensors")

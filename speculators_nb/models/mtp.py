@@ -69,9 +69,7 @@ class MTPSpeculatorConfig(SpeculatorModelConfig):
     transformer_layer_config: LayerConfig = field(
         default_factory=Qwen2Config
     )  # the verifier's own language model: the head's layer is one of its kind
-    num_nextn_predict_layers: int = (
-        1  # layers of the head; the last one drafts all further tokens
-    )
+    num_nextn_predict_layers: int = 1  # layers of the head; the last drafts all that follow
     verifier_norm: bool = False  # read states after final norm, as engines do; written if True
 
     def __post_init__(self, **kwargs):
@@ -87,9 +85,9 @@ class MTPSpeculatorConfig(SpeculatorModelConfig):
         layers = layers_of_transformers(self.transformer_layer_config) or 1
         if self.num_nextn_predict_layers != layers:
             raise ValueError(
-                f"num_nextn_predict_layers={self.num_nextn_predict_layers}: the MTP head of a "
-                f"{self.transformer_layer_config.model_type!r} by this config has {layers} to "
-                f"draft all tokens; set it to {layers}"
+                f"num_nextn_predict_layers={self.num_nextn_predict_layers}: by its config a "
+                f"{self.transformer_layer_config.model_type!r} has an MTP head of {layers}, "
+                f"whose last layer drafts all further tokens; set it to {layers}"
             )
 
     @property
