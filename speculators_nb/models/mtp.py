@@ -659,9 +659,12 @@ class MTPStackModel(MTPDraftModel):
     supports_gradient_checkpointing = False  # it would leave out the layers' states
     served_as = MTPDraftModel.served_as
 
+    if TYPE_CHECKING:
+        mtp_layers: Any  # an `MTPStack`
+
     def build(self, layer: PretrainedConfig):
         "The network."
-        self.mtp_layers = new_stack(layer)  # type: ignore[assignment]
+        self.mtp_layers = new_stack(layer)
         self.divisor = getattr(layer, "logits_mup_width_multiplier", None) or 1.0
 
     @property
@@ -703,7 +706,7 @@ class MTPStackModel(MTPDraftModel):
         places = [i * longest + torch.arange(n) for i, n in enumerate(counts)]
         place = to_device(torch.cat(places), row.input_ids.device)
         ids, hidden, positions = (
-            pad_sequence(x.split(counts), batch_first=True)
+            pad_sequence([*x.split(counts)], batch_first=True)
             for x in (row.input_ids, self.features(row.hidden_states), row.position_ids + 1)
         )
         cache, outputs = self.mtp_layers.new_cache(), []

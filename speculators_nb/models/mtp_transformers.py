@@ -84,9 +84,8 @@ class MTPStack(MtpModel):
 
 
 # transformers looks names up by the class
-register_checkpoint_conversion_mapping(
-    MTPStack.__name__, get_checkpoint_conversion_mapping(MtpModel.__name__), overwrite=True
-)
+NAMES: Any = get_checkpoint_conversion_mapping(MtpModel.__name__)
+register_checkpoint_conversion_mapping(MTPStack.__name__, NAMES, overwrite=True)
 
 
 def new_stack(config: PretrainedConfig) -> MTPStack:  # of a language model
