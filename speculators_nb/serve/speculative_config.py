@@ -723,9 +723,8 @@ def _check_foreign_draft(config: SpeculativeConfig):
 
 def _transformers_mtp(config: SpeculativeConfig) -> str | None:
     "MTP layers of a target that vLLM has no class for, by the Transformers back end."
-    layers = find_field(
-        config._target, MTP_LAYERS_OF.get(str(text_part(config._target).get("model_type")), "num_mtp_layers")
-    )
+    family = str(text_part(config._target).get("model_type"))
+    layers = find_field(config._target, MTP_LAYERS_OF.get(family, "num_mtp_layers"))
     if not layers or not config.engine.transformers_mtp:
         return None
     if text_part(config._target) is not config._target:
