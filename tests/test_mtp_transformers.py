@@ -382,7 +382,7 @@ def test_other_definitions_are_refused(case, name):
 
 
 def test_what_cannot_be_read_is_refused_in_a_line(case, tmp_path, monkeypatch):
-    """Another number of layers, a head that lacks a tensor, a padded head, layers that transformers cannot know, and a
+    """Another number of layers, a head that lacks a tensor or is quantised, a padded one, layers that transformers cannot know, and a
     transformers that is too old."""
     layer = text_config(case.model.config)
     with pytest.raises(
@@ -393,6 +393,12 @@ def test_what_cannot_be_read_is_refused_in_a_line(case, tmp_path, monkeypatch):
     state = load_file(case.folder / "model.safetensors")
     save_file({n: w for n, w in state.items() if n != sorted(case.native)[0]}, tmp_path / "lacks/model.safetensors")
     with pytest.raises(ValueError, match=r"^verifier '.*lacks': .* are missing from [^\n]*$"):
+        extract_mtp(tmp_path / "lacks")
+    first = sorted(case.native)[0]
+    save_file(state | {first: state[first].to(torch.float8_e4m3fn)}, tmp_path / "lacks/model.safetensors")
+    with pytest.raises(
+        ValueError, match=r"lacks': .* \(torch.float8_e4m3fn\) of its MTP layers is quantised; name the"
+    ):
         extract_mtp(tmp_path / "lacks")
     padded = copy.deepcopy(layer)
     padded.unpadded_vocab_size = V - 4

@@ -109,10 +109,16 @@ def ours_of(tensors: Tensors, config: PretrainedConfig) -> Tensors:  # under the
 
 def native_head(verifier: str | os.PathLike, config: PretrainedConfig) -> Tensors:  # as stored; {}: there is none
     """A verifier's own MTP head; nothing else is read. Copies of embedding and head are left
-    out. Errors: ValueError for a family that has none."""
+    out. Errors: ValueError for a family that has none, and for quantised layers of transformers."""
     index = checkpoint_index(verifier)
     if layers_of_transformers(config):
-        return read_tensors({name: index[name] for name in stack_names(verifier, index)})
+        head = read_tensors({name: index[name] for name in stack_names(verifier, index)})
+        if packed := [f"{name} ({weight.dtype})" for name, weight in head.items() if weight.itemsize < 2]:
+            raise ValueError(
+                f"verifier {str(verifier)!r}: {packed[0]} of its MTP layers is quantised; name the checkpoint that was "
+                "not quantised"
+            )
+        return head
     stem = head_stem(config)
     return read_tensors({n: file for n, file in index.items() if n.startswith(stem) and from_native(n, config)})
 
@@ -325,10 +331,11 @@ def has_head(config: dict[str, Any], names: Collection[str]) -> bool:
     "Whether a checkpoint holds a native head: by its family's names, or by `mtp.`"
     raw = config.get("text_config") or config
     layers = raw.get("num_mtp_layers") or raw.get("num_nextn_predict_layers") or 0
-    if raw.get("model_type") in FAMILIES and layers < 2:
+    if raw.get("model_type") in FAMILIES and layers in (0, 1):
         stem = re.escape(head_stem(layer_config_from_dict(raw)))
-    else:  # behind the last layer, or called so
-        stem = rf"(.*\.)?(layers\.{raw.get('num_hidden_layers')}|mtp)\." if layers else r"mtp\."
+    else:
+        behind = rf"layers\.{raw.get('num_hidden_layers')}|" if layers else ""  # the last layer
+        stem = rf"(.*\.)?({behind}mtp)\."
     return any(re.match(stem, name) for name in names)
 
 
