@@ -382,8 +382,8 @@ def test_other_definitions_are_refused(case, name):
 
 
 def test_what_cannot_be_read_is_refused_in_a_line(case, tmp_path, monkeypatch):
-    """Another number of layers, a head that lacks a tensor or is quantised, a padded one, layers that transformers cannot know, and a
-    transformers that is too old."""
+    """Another number of layers; a head that lacks a tensor, is quantised or padded; layers that transformers cannot
+    know; a transformers that is too old."""
     layer = text_config(case.model.config)
     with pytest.raises(
         ValueError, match=f"num_nextn_predict_layers={case.n + 1}: .* has an MTP head of {case.n}, whose"

@@ -334,7 +334,7 @@ def has_head(config: dict[str, Any], names: Collection[str]) -> bool:
     if raw.get("model_type") in FAMILIES and layers in (0, 1):
         stem = re.escape(head_stem(layer_config_from_dict(raw)))
     else:
-        behind = rf"layers\.{raw.get('num_hidden_layers')}|" if layers else ""  # the last layer
+        behind = rf"layers\.{raw.get('num_hidden_layers')}|" if layers else ""
         stem = rf"(.*\.)?({behind}mtp)\."
     return any(re.match(stem, name) for name in names)
 
