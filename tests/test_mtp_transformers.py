@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from datasets import Dataset
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
@@ -334,8 +335,8 @@ def test_trained_saved_and_put_back(case, tmp_path):
         assert torch.equal(weight, model.mtp_layers.layers.state_dict()[name]), name
 
 
-def test_the_commands_train_check_stitch_and_evaluate(case, tmp_path, caplog):
-    "Features, `train` from the verifier's own head, `check`, `stitch-mtp`, and `plan`'s sizes, by the CLI's functions."
+def test_the_commands_train_check_stitch_and_plan(case, tmp_path, caplog):
+    "Features, `train` from the verifier's own head, `check`, `stitch-mtp` and `plan`, by the CLI's functions."
     rows = [tokens(n, n)[0].tolist() for n in (20, 24, 17, 30, 21, 22)]
     masks = [[i > 2 for i in range(len(row))] for row in rows]
     data = Dataset.from_dict(dict(input_ids=rows, loss_mask=masks, seq_len=[*map(len, rows)]))
@@ -354,6 +355,11 @@ def test_the_commands_train_check_stitch_and_evaluate(case, tmp_path, caplog):
     assert type(empty) is MTPStackModel
     counts = [sum(p.numel() for p in m.mtp_layers.parameters()) for m in (empty, trainer.model)]
     assert counts[0] == counts[1]
+    train = dict(data_dir=str(tmp_path / "f"), output_dir=str(tmp_path / "d"), algorithm="mtp", total_seq_len=64)
+    recipe = dict(verifier=str(case.folder), features=dict(data="rows", output_dir=train["data_dir"]), train=train)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    planned = cli.plan(tmp_path / "recipe.yaml", conversations=100, memory=80, disk=100)
+    assert planned.algorithm == "mtp" and planned.training.memory.weights > 0 and not planned.problems
 
 
 def test_a_fresh_head_trains_and_is_not_stitched_where_no_names_are(case, tmp_path):
