@@ -33,6 +33,8 @@ from speculators_nb.serve.speculative_config import SpeculativeConfig
 from speculators_nb.verifier.identity import VerifierInfo
 from speculators_nb.verifier.tapped_model import Verifier, auto_class
 
+OLD = tuple(map(int, mtp_transformers.transformers.__version__.split(".")[:2])) < (5, 18)
+pytestmark = pytest.mark.skipif(OLD, reason="refused before transformers 5.18")
 V, H, K = 60, 32, 4
 SMALL = dict(vocab_size=V, hidden_size=H, num_hidden_layers=2, intermediate_size=40, max_position_embeddings=256)
 SMALL |= dict(pad_token_id=0, bos_token_id=1, eos_token_id=None)
