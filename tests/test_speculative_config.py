@@ -365,6 +365,15 @@ def test_a_head_in_the_target_is_not_named(models):
 
 
 @pytest.mark.statement("vllm-34", "vllm-35")
+def test_mellum_drafts_by_the_transformers_back_end():
+    "vLLM 0.33 has no class for its head; its own SpeculativeConfig answers so with transformers 5.20.2."
+    target = dict(model_type="mellum", architectures=["MellumForCausalLM"], num_nextn_predict_layers=1, vocab_size=60)
+    config = SpeculativeConfig(method="mtp", num_speculative_tokens=2, target_model_config=target)
+    assert config.method == "mtp" and config._draft["n_predict"] == 1
+    with pytest.raises(NotImplementedError, match="needs a head that predicts further tokens"):
+        SpeculativeConfig(method="mtp", num_speculative_tokens=2, target_model_config=target, engine_version="0.32")
+
+
 def test_hash_is_of_what_the_target_hands_out():
     def of(ids):
         return SpeculativeConfig(

@@ -138,6 +138,7 @@ def verify_training_compatible(model: Any) -> None:
     if not isinstance(model, SpeculatorModel):
         raise WrongKind(f"model is a {kind.__name__}, not a SpeculatorModel; subclass it (see docs/architecture.md)")
     known = SpeculatorModel.registered_classes().get(model.config.speculators_model_type)
+    known = known and known.class_of(model.config)
     if kind.__mro__[1].__name__ == "FSDPModule":  # torch made a subclass of it
         kind = kind.__mro__[2]
     # by name: a notebook and its module may both have made the class
@@ -548,7 +549,12 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
             of_config = (c for c in SpeculatorModel.registry.values() if c.config_class is kind)
             if (found := next(of_config, None)) is not None:  # a model of another name
                 return found
-        return SpeculatorModel.registered_class(name)
+        return SpeculatorModel.registered_class(name).class_of(config)
+
+    @classmethod
+    def class_of(cls, config: SpeculatorModelConfig) -> type:  # of a registered class
+        "This class, or the variant that computes what the config describes."
+        return cls
 
     @classmethod
     def register_decorator(cls, klass: type[_Class], name: str) -> type[_Class]:

@@ -145,7 +145,7 @@ def converted(
         config = model_class.config_class(**fields, speculators_config=shared)
     check_sizes(config, target, native.name)
     with torch.device("meta"):
-        model_class(config).check_state(state, native.name)
+        model_class.class_of(config)(config).check_state(state, native.name)
     return Converted(config, state, entry, tokens)
 
 
@@ -185,7 +185,7 @@ def convert(
         trust_remote_code=trust_remote_code,
     )
     with torch.device("meta"):
-        model = SpeculatorModel.registered_class(found.format.model_type)(found.config)
+        model = SpeculatorModel.registered_model_class_from_config(found.config)(found.config)
     with atomic_folder(output, replace=False) as folder:
         model.to(commonest_dtype(found.state)).save_pretrained(folder, state_dict=found.state)
         settings: dict[str, Any] = dict(format=found.format.name, config=given)

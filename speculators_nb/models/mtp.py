@@ -6,7 +6,7 @@ One decoder layer of the verifier's kind predicts the token after next and is ap
 # %% auto #0
 __all__ = ['stitched', 'MTP_RULES', 'MTPSpeculatorConfig', 'documents_of', 'mtp_supervision', 'upstream_rows', 'prefix_rows',
            'token_metrics', 'Row', 'packed_row', 'by_text', 'MTPDrafter', 'known_to_vllm', 'state_as_served',
-           'MTPDraftModel']
+           'MTPDraftModel', 'MTPStackDrafter', 'MTPStackModel']
 
 # %% ../../nbs/models/16_mtp.ipynb #51799ea8
 from collections.abc import Callable, Sequence
@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PretrainedConfig, Qwen2Config
 
 from ..core.config import LayerConfig, SpeculatorModelConfig
 from ..core.files import NotSupported
+from ..decode.tree import Sampling, TokenTree
 from .base import ForwardOutput, SpeculatorModel
-from .drafting import ChainDrafter, cached_attention
+from .drafting import CachedDrafter, ChainDrafter, cached_attention
 from speculators_nb.models.eagle3 import (
     LeanSteps,
     StepAttention,
@@ -30,9 +32,10 @@ from speculators_nb.models.eagle3 import (
     TrainingTimeTest,
     all_steps,
 )
-from .mtp_families import FAMILIES
+from .mtp_families import FAMILIES, layers_of_transformers
 from .mtp_layer import MTPLayer
 from .mtp_native import extract_mtp
+from .mtp_transformers import new_stack
 from .serving_rules import Rule, layer_of, refused
 from ..nn.attention import attention_back_end
 from ..nn.compiled import to_device
@@ -58,15 +61,15 @@ from ..nn.token_loss import dense_token_loss, token_loss
 # %% ../../nbs/models/16_mtp.ipynb #b7b589c3
 @SpeculatorModelConfig.register("mtp")
 class MTPSpeculatorConfig(SpeculatorModelConfig):
-    """An MTP head. Errors: ValueError for more than one layer; NotSupported, which is one, for
-    a reduced draft vocabulary."""
+    """An MTP head. Errors: ValueError for another number of layers than the verifier's;
+    NotSupported, which is one, for a reduced draft vocabulary."""
 
     speculators_model_type: str = "mtp"
     architectures: list[str] | None = field(default_factory=lambda: ["MTPDraftModel"])
     transformer_layer_config: LayerConfig = field(
         default_factory=Qwen2Config
     )  # the verifier's own language model: the head's layer is one of its kind
-    num_nextn_predict_layers: int = 1  # layers of the head; the one layer drafts all tokens
+    num_nextn_predict_layers: int = 1  # layers of the head; the last drafts all that follow
     verifier_norm: bool = False  # read states after final norm, as engines do; written if True
 
     def __post_init__(self, **kwargs):
@@ -79,10 +82,12 @@ class MTPSpeculatorConfig(SpeculatorModelConfig):
             )
 
     def check(self):
-        if self.num_nextn_predict_layers != 1:
+        layers = layers_of_transformers(self.transformer_layer_config) or 1
+        if self.num_nextn_predict_layers != layers:
             raise ValueError(
-                f"num_nextn_predict_layers={self.num_nextn_predict_layers}: an MTP head of 1 "
-                "layer is supported, which drafts all tokens; set it to 1"
+                f"num_nextn_predict_layers={self.num_nextn_predict_layers}: by its config a "
+                f"{self.transformer_layer_config.model_type!r} has an MTP head of {layers}, "
+                f"whose last layer drafts all further tokens; set it to {layers}"
             )
 
     @property
@@ -302,11 +307,25 @@ class MTPDraftModel(TrainingTimeTest):
 
     def __init__(self, config: MTPSpeculatorConfig):
         super().__init__(config)
-        layer = config.transformer_layer_config
+        self.build(config.transformer_layer_config)
+        self.post_init()
+
+    def build(self, layer: PretrainedConfig):  # of the verifier's language model
+        "The network."
         layers = nn.ModuleList([MTPLayer(layer)])
         self.mtp_layers = layers  # type: ignore[assignment] (its items are declared)
         self.rotary = Rotary(layer)
-        self.post_init()
+
+    @classmethod
+    def class_of(cls, config: Any) -> type:
+        "Heads that transformers computes have a class of their own."
+        return MTPStackModel if layers_of_transformers(config.transformer_layer_config) else cls
+
+    @classmethod
+    def verifier_fields(cls, layer: PretrainedConfig, verifier: str, arguments: dict[str, Any]):
+        "How many layers transformers computes; these read the state after the final norm."
+        layers = layers_of_transformers(layer)
+        return dict(num_nextn_predict_layers=layers, verifier_norm=True) if layers else {}
 
     def _init_weights(self, module):
         super()._init_weights(module)
@@ -328,6 +347,10 @@ class MTPDraftModel(TrainingTimeTest):
     ) -> tuple[Tensor, Tensor]:  # cos, sin [N, R], R the rotated part of a head
         "Text positions. A family's three coordinates of a picture are equal for text."
         return self.rotary(self.mtp_layers[0].input_proj.weight, positions, length)
+
+    def text_length(self, positions: Tensor) -> int | None:  # [N]
+        "As in `Rotary.forward`."
+        return self.rotary.length(positions)
 
     def visible(
         self,
@@ -362,6 +385,14 @@ class MTPDraftModel(TrainingTimeTest):
     def finish(self, hidden: StepOutput) -> StepOutput:  # type: ignore[override]
         "The layer has both already."
         return hidden
+
+    def check_definition(self, as_served: bool, cross_document: bool, texts: int):
+        "Errors: ValueError for what `forward` cannot compute."
+        if cross_document and texts > 1:
+            raise ValueError(
+                f"cross_document_targets=True with {texts} texts: upstream takes one "
+                "packed row; give one, or leave it out"
+            )
 
     def own_past_dense(
         self,
@@ -469,7 +500,7 @@ class MTPDraftModel(TrainingTimeTest):
         row = self.shifted(Row(input_ids, hidden_states, document_ids, position_ids))
         if as_served:
             return super().dense_hidden(*row, steps, impl)
-        length = length or self.rotary.length(row.position_ids)
+        length = length or self.text_length(row.position_ids)
         return self.own_past_dense(row, steps, impl, length)
 
     def forward(
@@ -496,11 +527,7 @@ class MTPDraftModel(TrainingTimeTest):
         """One packed row, or a batch of texts, through K steps: step s reads token t+1+s and
         the output of step s-1, and predicts token t+2+s.
         Errors: ValueError for weights of another number than the config's steps."""
-        if cross_document_targets and len(input_ids) > 1:
-            raise ValueError(
-                f"cross_document_targets=True with {len(input_ids)} texts: upstream takes one "
-                "packed row; give one, or leave it out"
-            )
+        self.check_definition(as_served, cross_document_targets, len(input_ids))
         row = packed_row(input_ids, hidden_states, position_ids, document_ids, attention_mask)
         ids, L = row.input_ids, len(row.input_ids)
         upstream, steps = cross_document_targets, self.config.num_speculative_steps
@@ -511,7 +538,7 @@ class MTPDraftModel(TrainingTimeTest):
         mask, documents = on_host(mask.bool(), row.document_ids)
         carries_loss = mtp_supervision(mask, documents, steps, upstream)
         rows = upstream_rows(L, steps) if upstream else L - 1
-        length = self.rotary.length(row.position_ids[: max(0, rows)])
+        length = self.text_length(row.position_ids[: max(0, rows)])
         layer = self.config.transformer_layer_config
         back_end = attention_back_end(attn_impl, ids.device, lean, layer)
         entries = supervised_steps(carries_loss).to(ids.device)
@@ -544,7 +571,7 @@ class MTPDraftModel(TrainingTimeTest):
     @classmethod
     def with_first_weights(cls, config: Any, t2d, d2t, arguments):
         "The verifier's own head, or random weights."
-        model = cls(config)
+        model = cls.class_of(config)(config)
         if not arguments["fresh_head"]:
             verifier = config.verifier_name
             model._fill(extract_mtp(verifier), verifier)
@@ -578,3 +605,139 @@ class MTPDraftModel(TrainingTimeTest):
     def drafter(self) -> MTPDrafter:
         "This model as a `tree.Drafter`."
         return MTPDrafter(self)
+
+# %% ../../nbs/models/16_mtp.ipynb #7a6c1e02
+class MTPStackDrafter(CachedDrafter):
+    """Drafts with the caches of transformers' MTP layers. Layer k has read k drafted tokens:
+    the last rows are cut from every cache, and read again with the tokens that were decided."""
+
+    def __init__(self, model: "MTPStackModel"):
+        config = model.config
+        layers = (config.transformer_layer_config.num_hidden_layers,)
+        super().__init__(model, layers, config.num_speculative_steps)
+
+    def reset(self) -> None:
+        "Start a new request."
+        self.cache, self.again = self.model.mtp_layers.new_cache(), []
+
+    def cut(self, features: Tensor, further: int):
+        "Leave the rows that read decided tokens only; the last layer has `further` rows more."
+        last = len(self.cache.layers) - 1  # layer, and rows that it read with drafted tokens
+        self.again = [features[max(0, len(features) - last) :]]
+        if self.cache.get_seq_length() <= last:
+            self.cache = self.model.mtp_layers.new_cache()
+            return
+        for k, layer in enumerate(self.cache.layers):
+            layer.crop(-last - further * (k == last))
+
+    @torch.inference_mode()
+    def propose(
+        self, tokens: Tensor, features: Tensor, k: int, sampling: Sampling
+    ) -> TokenTree:
+        "Draft k tokens, one after the other."
+        features = torch.cat([*self.again, features])
+        depth = len(self.cache.layers)
+        ids = tokens[len(tokens) - len(features) :]
+        positions = torch.arange(len(tokens) - len(features), len(tokens), device=ids.device)
+        hidden = self.model.features(features)
+        drafted, draft_probs = [], []
+        for step in range(max(k, depth)):  # every cache has the same rows
+            hidden = self.model.layer(step, hidden[None], ids[None], positions, self.cache)[0]
+            token, probs = sampling.next_tokens(self.model.head_logits(hidden[-1:]))
+            drafted.append(token)
+            draft_probs += probs
+            ids, positions = torch.cat([ids[1:], token]), positions + 1
+            if step + 1 >= depth:
+                hidden, ids, positions = hidden[-1:], ids[-1:], positions[-1:]
+        self.cut(features, max(0, k - depth))
+        return self.chain(drafted[:k], draft_probs[:k])
+
+
+class MTPStackModel(MTPDraftModel):
+    "An MTP head whose layers are transformers' (`mtp_transformers`), one for each token."
+
+    supports_gradient_checkpointing = False  # it would leave out the layers' states
+    served_as = MTPDraftModel.served_as
+
+    if TYPE_CHECKING:
+        mtp_layers: Any  # an `MTPStack`
+
+    def build(self, layer: PretrainedConfig):
+        "The network."
+        self.mtp_layers = new_stack(layer)
+        self.divisor = getattr(layer, "logits_mup_width_multiplier", None) or 1.0
+
+    @property
+    def layers(self) -> Any:
+        return self.mtp_layers.layers
+
+    def text_length(self, positions: Tensor) -> int | None:
+        return None
+
+    def visible(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        return input_ids
+
+    def features(self, hidden: Tensor) -> Tensor:  # [N, H] what layer 0 reads
+        return self.target_head.norm(hidden).to(self.layers[0].eh_proj.weight.dtype)
+
+    def head_logits(self, hidden: Tensor) -> Tensor:  # [N, H] -> [N, V]
+        return self.lm_head(hidden / self.divisor)
+
+    def layer(
+        self,
+        step: int,
+        hidden: Tensor,  # [B, N, H]
+        ids: Tensor,  # [B, N] of the tokens that follow
+        positions: Tensor,  # [N] or [B, N], of these tokens
+        cache: Any,  # of `new_cache`, extended in place
+    ) -> Tensor:  # [B, N, H]
+        "The layer of a step; behind the last one that one."
+        depth = min(step, len(self.layers) - 1)
+        at = positions.expand_as(ids)
+        return self.mtp_layers.run(depth, self.embed_tokens(ids), hidden, at, cache)
+
+    def own_past_dense(
+        self, row: Row, steps: int, impl: str = "sdpa", length: int | None = None
+    ) -> list[Tensor]:  # K tensors [L', H], for the head
+        "Every row at every step, each document by itself."
+        documents = row.document_ids.cpu()
+        counts = torch.unique_consecutive(documents, return_counts=True)[1].tolist() or [0]
+        longest = max(counts)
+        places = [i * longest + torch.arange(n) for i, n in enumerate(counts)]
+        place = to_device(torch.cat(places), row.input_ids.device)
+        ids, hidden, positions = (
+            pad_sequence([*x.split(counts)], batch_first=True)
+            for x in (row.input_ids, self.features(row.hidden_states), row.position_ids + 1)
+        )
+        cache, outputs = self.mtp_layers.new_cache(), []
+        for step in range(steps):
+            if step >= len(self.layers):  # the last layer again, without what it has read
+                cache = self.mtp_layers.new_cache()
+            hidden = self.layer(step, hidden, ids, positions, cache)
+            outputs.append(hidden.flatten(0, 1)[place] / self.divisor)
+            ids, positions = F.pad(ids[:, 1:], (0, 1)), positions + 1
+        return outputs
+
+    def own_past_rows(
+        self,
+        row: Row,
+        carries_loss: Tensor,
+        documents: Tensor,
+        impl: str = "blocked",
+        length: int | None = None,
+    ) -> list[Tensor]:
+        "The rows that carry loss, of all that are computed."
+        states = self.own_past_dense(row._replace(document_ids=documents), len(carries_loss))
+        return [h[to_device(at, h.device)] for h, at in zip(states, carries_loss)]
+
+    def check_definition(self, as_served: bool, cross_document: bool, texts: int):
+        if as_served or cross_document:
+            name = "as_served" if as_served else "cross_document_targets"
+            raise NotSupported(
+                f"{name}=True: each of transformers' MTP layers has a past of its own, within "
+                "its document, in training as in serving; leave it out"
+            )
+
+    def drafter(self) -> MTPStackDrafter:  # type: ignore[override]
+        "This model as a `tree.Drafter`, of chains."
+        return MTPStackDrafter(self)

@@ -149,12 +149,20 @@ FAMILIES |= {
 }  # `model_type` of a verifier's language model -> its head
 
 
+def layers_of_transformers(config: PretrainedConfig) -> int:  # of a language model
+    """How many layers an MTP head has that transformers computes (`models.mtp_transformers`): of a family without a
+    record, or several. 0: the one layer of `models.mtp_layer`."""
+    layers = getattr(config, "num_mtp_layers", None) or 0
+    return layers if layers > 1 or config.model_type not in FAMILIES else 0
+
+
 def head_family(config: PretrainedConfig) -> HeadFamily:  # of a language model
     "The record of a verifier's family. Errors: ValueError for a family without one."
     if config.model_type not in FAMILIES:
         raise ValueError(
             f"transformer_layer_config.model_type is {config.model_type!r}; MTP heads are "
-            f"known for {', '.join(FAMILIES)}. Give the config of such a verifier"
+            f"known for {', '.join(FAMILIES)}, and for configs with num_mtp_layers. Give the config of such a "
+            "verifier"
         )
     return FAMILIES[config.model_type]
 

@@ -31,7 +31,8 @@ from .formats import (
     read_tensors,
     register_format,
 )
-from .mtp_families import FAMILIES, from_native, head_stem, to_native
+from .mtp_families import FAMILIES, from_native, head_stem, layers_of_transformers, to_native
+from .mtp_transformers import load_stack, stack_names, stored_stack
 
 # A mixture of experts is stored with a tensor for each projection of each expert (most families) or stacked (Qwen3.5),
 # as transformers and our checkpoints have it; Nemotron-H's experts have no gate. A new head gets the dtype of the
@@ -108,22 +109,33 @@ def ours_of(tensors: Tensors, config: PretrainedConfig) -> Tensors:  # under the
 
 def native_head(verifier: str | os.PathLike, config: PretrainedConfig) -> Tensors:  # as stored; {}: there is none
     """A verifier's own MTP head; nothing else is read. Copies of embedding and head are left
-    out. Errors: ValueError for a family without a record, or a head of several layers."""
-    stem = head_stem(config)
+    out. Errors: ValueError for a family that has none, and for quantised layers of transformers."""
     index = checkpoint_index(verifier)
+    if layers_of_transformers(config):
+        head = read_tensors({name: index[name] for name in stack_names(verifier, index)})
+        if packed := [f"{name} ({weight.dtype})" for name, weight in head.items() if weight.itemsize < 2]:
+            raise ValueError(
+                f"verifier {str(verifier)!r}: {packed[0]} of its MTP layers is quantised; name the checkpoint that was "
+                "not quantised"
+            )
+        return head
+    stem = head_stem(config)
     return read_tensors({n: file for n, file in index.items() if n.startswith(stem) and from_native(n, config)})
 
 
 def extract_mtp(verifier: str | os.PathLike) -> Tensors:  # our names; as stored
     "A verifier's own MTP head; nothing else is read. Errors: ValueError where it has none, naming the remedy."
     config = text_config(verifier_config(verifier))
-    head = native_head(verifier, config)
+    head, layers = native_head(verifier, config), layers_of_transformers(config)
     if not head:
+        names = f"those of {layers} MTP layers" if layers else f"{head_stem(config)}*"
         raise ValueError(
-            f"verifier {str(verifier)!r} has no MTP head (no tensor {head_stem(config)}*), as "
+            f"verifier {str(verifier)!r} has no MTP head (no tensor {names}), as "
             "most have not. Train a fresh one with fresh_head=True, or take a verifier that "
             "was pretrained with one, such as Qwen3.5 or GLM-4.5"
         )
+    if layers:
+        return load_stack(verifier, resolve_checkpoint(verifier), next(iter(head.values())).dtype)
     return ours_of(head, config)
 
 
@@ -160,16 +172,25 @@ def prepare_splice(
 ) -> Splice:
     "Check a head against a verifier, and bring it into the verifier's layout and dtype."
     layer, index = text_config(verifier_config(source)), checkpoint_index(source)
-    fields: dict[str, Any] = {"transformer_layer_config": layer}
+    layers = layers_of_transformers(layer)
+    fields: dict[str, Any] = {"transformer_layer_config": layer, "num_nextn_predict_layers": layers or 1}
     fresh = type(config)(**fields)
     with torch.device("meta"):
         model = SpeculatorModel.registered_model_class_from_config(fresh)(fresh)
     check_head(head, model.saved_state(), drafter, verifier)
     replaced = native_head(source, layer)
-    by_expert = any(map(EXPERT.fullmatch, replaced))
-    if by_expert or not replaced:
-        head = split_experts(head)
-    head = {to_native(name, layer): weight for name, weight in head.items()}
+    if layers and not replaced:
+        raise ValueError(
+            f"verifier {str(verifier)!r} has no MTP head, whose tensors would say what a head of "
+            f"{layer.model_type!r} is called; stitch into a verifier that has one"
+        )
+    if layers:
+        head = stored_stack(head, replaced, source)
+        replaced = {name: weight for name, weight in replaced.items() if name in head}  # the others are copies
+    else:
+        if any(map(EXPERT.fullmatch, replaced)) or not replaced:
+            head = split_experts(head)
+        head = {to_native(name, layer): weight for name, weight in head.items()}
     if replaced:
         if lost := sorted(head.keys() - replaced.keys()):
             raise ValueError(
@@ -301,16 +322,21 @@ def read_head(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     raw = native.config.get("text_config") or native.config
     layer = layer_config_from_dict(raw) if "model_type" in raw else target.config
     fields = dict(transformer_layer_config=layer, speculative_tokens=native.config_value("speculative_tokens", 3))
+    if layers := layers_of_transformers(layer):
+        return fields | dict(num_nextn_predict_layers=layers, verifier_norm=True), extract_mtp(native.folder)
     return fields, ours_of(native.tensors(head_stem(layer)), layer)
 
 
 def has_head(config: dict[str, Any], names: Collection[str]) -> bool:
     "Whether a checkpoint holds a native head: by its family's names, or by `mtp.`"
     raw = config.get("text_config") or config
-    stem = "mtp."
-    if raw.get("model_type") in FAMILIES:
-        stem = head_stem(layer_config_from_dict(raw))
-    return any(name.startswith(stem) for name in names)
+    layers = raw.get("num_mtp_layers") or raw.get("num_nextn_predict_layers") or 0
+    if raw.get("model_type") in FAMILIES and layers in (0, 1):
+        stem = re.escape(head_stem(layer_config_from_dict(raw)))
+    else:
+        behind = rf"layers\.{raw.get('num_hidden_layers')}|" if layers else ""
+        stem = rf"(.*\.)?({behind}mtp)\."
+    return any(re.match(stem, name) for name in names)
 
 
 def write_head(config: SpeculatorModelConfig, tensors: Tensors, folder: Path, target: Target | None = None):

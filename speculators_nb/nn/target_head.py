@@ -43,6 +43,7 @@ OFFSET_NORM = {
     "qwen3_5_moe_text",
     "nemotron",
     "minimax_m3_vl_text",
+    "step3p5",
 }
 LAYER_NORM = {
     "gpt2",

@@ -90,14 +90,15 @@ def empty_drafter(
     drafter: Any = SpeculatorModel.registered_class(algorithm)
 
     def unweighted(cls: Any, config: Any, *_: Any) -> Any:
-        return cls(config)
+        return cls.class_of(config)(config)
 
     fresh: Any = classmethod(unweighted)
     names: dict[str, Any] = dict(with_first_weights=fresh, for_verifier=fresh)
     empty: Any = type(drafter.__name__, (drafter,), names)
     shape, model_args = layer_arguments(model_args)
     check_layers_given(drafter, shape | dict(draft_arch=draft_arch, num_layers=num_layers))
-    layers = draft_layers(info, draft_arch or "llama", num_layers or 1, **shape)
+    fixed = bool(drafter.fixed_layers)
+    layers = info.text if fixed else draft_layers(info, draft_arch or "llama", num_layers or 1, **shape)
     if draft_vocab_size is not None:
         model_args["draft_vocab_size"] = draft_vocab_size
     with torch.device(device):

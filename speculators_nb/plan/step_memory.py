@@ -19,7 +19,7 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from ..evaluate.cost import ALSO_COUNTED
 from ..models.base import SpeculatorModel
-from ..nn.layers import LATENT_FAMILIES, LATENT_SIZES, LAYER_FAMILIES, head_dim
+from ..nn.layers import LATENT_FAMILIES, LATENT_SIZES, LAYER_FAMILIES, first_layer, head_dim
 from ..nn.losses import chunks_as_on
 from ..train.train_drafter import LAYER_ARGUMENTS
 from ..train.trainer import weights_to_float32
@@ -214,6 +214,7 @@ def without_memory(model: nn.Module) -> FakeTensorMode:
 
 def verifier_like(layer: Any, vocab: int, depth: int) -> PretrainedConfig:
     "The config of a verifier of the draft layers' sizes."
+    layer = first_layer(layer)
     latent = LATENT_SIZES if layer.model_type in LATENT_FAMILIES else ()
     return Qwen3Config(
         hidden_size=layer.hidden_size,

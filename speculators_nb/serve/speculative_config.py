@@ -37,7 +37,8 @@ from ..models.base import SpeculatorModel
 from ..models.convert import convert
 from ..verifier.row_limits import rope_of
 from ..verifier.tapped_model import Verifier
-from .vllm_methods import DOCUMENTED_SAMPLING, LOAD_FIELDS, METHOD_OF_NAME, METHODS, MTP_FAMILIES, NEWEST, RUN_ONCE
+from .vllm_methods import DOCUMENTED_SAMPLING, LOAD_FIELDS, METHOD_OF_NAME, METHODS, MTP_FAMILIES, MTP_LAYERS_OF
+from .vllm_methods import NEWEST, RUN_ONCE
 from .vllm_methods import DraftSampling, Engine, Method, default_length, engine_of, find_field, is_omni, line_name
 from .vllm_methods import lines_with, method_in_config, method_in_name, method_of_types, mtp_head, names_python_class
 from .vllm_methods import omni_problem, predicted_tokens, quantization_problem, served_architecture, served_length
@@ -716,7 +717,8 @@ def _check_foreign_draft(config: SpeculativeConfig):
 
 def _transformers_mtp(config: SpeculativeConfig) -> str | None:
     "MTP layers of a target that vLLM has no class for, by the Transformers back end."
-    layers = find_field(config._target, "num_mtp_layers")
+    family = str(text_part(config._target).get("model_type"))
+    layers = find_field(config._target, MTP_LAYERS_OF.get(family, "num_mtp_layers"))
     if not layers or not config.engine.transformers_mtp:
         return None
     if text_part(config._target) is not config._target:
@@ -1185,7 +1187,7 @@ def _plain_drafter(config: SpeculativeConfig, verifier: Verifier) -> Any:
 
 def _trained_drafter(config: SpeculativeConfig, verifier: Verifier) -> Drafter:
     "The drafter of a checkpoint, converted first if another project has written it."
-    folder = getattr(verifier.config, "_name_or_path", None)
+    folder = getattr(verifier.model.config, "_name_or_path", None)
     verifier_folder = folder if folder and Path(folder).is_dir() else None
 
     def load(checkpoint):

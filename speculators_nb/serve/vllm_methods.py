@@ -122,6 +122,8 @@ SINCE_033 = [
 ]
 MTP_FAMILIES += [family._replace(lines=("0.32", "0.33")) for family in SINCE_032]
 MTP_FAMILIES += [family._replace(lines=("0.33",)) for family in SINCE_033]
+# families that the Transformers back end serves (0.33, with transformers 5.20): what they call num_mtp_layers
+MTP_LAYERS_OF = {"mellum": "num_nextn_predict_layers"}
 
 
 def find_field(config: dict[str, Any], name: str, default: Any = None) -> Any:

@@ -147,7 +147,8 @@ def new_drafter(
     name = str(Path(info).resolve()) if Path(info).is_dir() else info.name
     shape, model_args = layer_arguments(model_args)
     check_layers_given(drafter_class, shape | dict(draft_arch=draft_arch, num_layers=num_layers))
-    layers = draft_layers(info, draft_arch or "llama", num_layers or 1, **shape)
+    fixed = bool(drafter_class.fixed_layers)
+    layers = info.text if fixed else draft_layers(info, draft_arch or "llama", num_layers or 1, **shape)
     torch.manual_seed(seed)
     return drafter_class.from_training_args(
         layers,

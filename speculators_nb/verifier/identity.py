@@ -194,14 +194,15 @@ def stored_fingerprint(verifier: str | os.PathLike) -> str | None:
 
 def same_weights(recorded: str | None, verifier: str | os.PathLike) -> bool | None:
     """Whether a verifier (folder or hub id) still is the one whose fingerprint a run or features recorded, by either
-    fingerprint; None: not recorded, or its files are not here."""
+    fingerprint; None: not recorded, its files are not here, or they name tensors otherwise than the model (experts one
+    by one), whose fingerprint may be the recorded one."""
     if recorded is None or not re.fullmatch("[0-9a-f]{16}", str(recorded)):
         return None
     info = VerifierInfo.of(verifier)
     now = [info.fingerprint]
     if (Path(info) / "config.json").is_file():  # a server records this one
         now.append(checkpoint_fingerprint(info))
-    return recorded in now if any(now) else None
+    return True if recorded in now else None if info.fingerprint is None else False
 
 
 def trained_for_another(drafter: str | os.PathLike, verifier: str | os.PathLike) -> str | None:
