@@ -354,7 +354,7 @@ class Diagnosis:
         return write_page(folder / "index.html", page)
 
     def _repr_html_(self):
-        return f"<p>{escape(self.verdict)}</p>" + self.table().to_html(index=False)
+        return f"<p>{escape(self.verdict, quote=False)}</p>" + self.table().to_html(index=False)
 
 
 def _failed(stage, error):

@@ -412,7 +412,7 @@ def check_measurement(
 
 
 def check_drafters(drafters: Mapping, prompts: Sequence, domains: Sequence | None):
-    "ValueError for no drafter, or domains that are not one for each prompt (None: there are none)."
+    "ValueError for no drafter, or domains (None: there are none) that are not one a prompt."
     if not drafters:
         raise ValueError("drafters is empty: there is nothing to measure; give at least one")
     if domains is not None and len(domains) != len(prompts):

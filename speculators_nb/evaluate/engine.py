@@ -321,7 +321,7 @@ def load_by_guidellm(
     tokenizer: str | None = None,
     **filters: Any,
 ) -> Load:
-    """As `load.run_load`, with GuideLLM, of which every prompt must be answered. `tokenizer`: folder or hub id; None: the
+    """As `load.run_load`, with GuideLLM; every prompt must be answered. `tokenizer`: folder or hub id; None: the
     model's name. Errors: as of `run_guidellm`."""
     model = model or endpoint.models()[0]
     meter = Meter(endpoint)

@@ -62,9 +62,9 @@ def guidellm_command(
     return [find_executable("guidellm"), "run", *arguments, "--disable-console-interactive"]
 
 
-def run_guidellm(command: list[str], report: Path, asked: int) -> dict[str, Any]:
+def run_guidellm(command: list[str], report: Path, requests: int) -> dict[str, Any]:
     """Run a command of `guidellm_command`, at most an hour, and read the benchmark of its report. Errors: RuntimeError
-    with its output, or where not all of the `asked` requests were answered; ValueError for a file that is no report."""
+    with its output, or where not all of so many `requests` were answered; ValueError for a file that is no report."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=3600, stdin=subprocess.DEVNULL)
     if done.returncode:
         raise RuntimeError(
@@ -75,9 +75,9 @@ def run_guidellm(command: list[str], report: Path, asked: int) -> dict[str, Any]
         raise ValueError(f"{report}: has no benchmarks; is guidellm of version 0.8?")
     benchmark = found["benchmarks"][0]
     answered, failed = (len(benchmark["requests"][name] or []) for name in ("successful", "errored"))
-    if failed or answered < asked:
+    if failed or answered < requests:
         raise RuntimeError(
-            f"guidellm: {asked} requests were to be sent, {answered} were answered and {failed} have failed; a number "
+            f"guidellm: {requests} requests were to be sent, {answered} were answered, {failed} have failed; numbers "
             "without them would be of other prompts. Use load='requests', which names a prompt that the server refuses"
         )
     return benchmark

@@ -195,6 +195,12 @@ def _rows(source) -> Iterator[Any]:
 def _prompts_of(source, domain: str, unfilled: Counter) -> Iterator[Prompt]:
     "The prompts of one source, as they are needed."
     where = source if isinstance(source, (str, Path)) else domain
+    if where is source and (Path(source) / "data_config.json").is_file():
+        log.warning(
+            "%s: no question of it is held out (prepare with val_fraction), so a drafter may have been trained on it, "
+            "and more of its tokens are accepted here than on other questions",
+            where,
+        )
     for i, row in enumerate(_rows(source)):
         try:
             prompt = prompt_of(row, domain)
