@@ -267,6 +267,9 @@ def test_a_wrong_setting_is_said_before_any_server_starts(engine, tmp_path):
         evaluate_engine(VERIFIER, PROMPTS, k=2, method="magic", output_dir=tmp_path / "run")
     with pytest.raises(ValueError, match="no prompts"):
         evaluate_engine(VERIFIER, [], k=2, method="ngram")
+    for name in ("temperatures", "concurrency"):
+        with pytest.raises(ValueError, match="1 is there twice; give each value once"):
+            evaluate_engine(VERIFIER, PROMPTS, k=2, method="ngram", **{name: [1, 1]})
     assert not (tmp_path / "run").exists()
 
 
@@ -341,6 +344,8 @@ def test_prompts_of_files_keep_order_and_domain(tmp_path):
     prompts = read_prompts(HELDOUT, 2)
     assert len(prompts) == 12 and len({p.domain for p in prompts}) == 6 and prompts[0].messages[-1]["role"] == "user"
     assert [p.domain for p in read_prompts({"x": [dict(prompt="a")], "y": [dict(prompt=[1, 2])]})] == ["x", "y"]
+    mixed = [dict(prompt="a"), dict(prompt="b", domain="x")]  # "all" is what all of them are together
+    assert [p.domain for p in read_prompts(mixed)] == ["other", "x"]
     with pytest.raises(ValueError, match="row 1"):
         read_prompts([dict(messages=[dict(role="assistant", content="hi")])])
 

@@ -8,6 +8,7 @@ import math
 import numbers
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -262,6 +263,12 @@ def ascending_problem(value: Sequence[int]) -> str | None:
     "What is wrong with layer ids beyond their range."
     ascending = sorted(set(value))
     return None if list(value) == ascending else f"must ascend, each id once, e.g. {ascending}"
+
+
+def repeated_problem(value: Any) -> str | None:
+    "What is wrong with settings that are each measured once."
+    twice = [v for v, n in Counter(value).items() if n > 1] if isinstance(value, (list, tuple)) else []
+    return f"{twice[0]} is there twice; give each value once" if twice else None
 
 
 def recorded_problem(value: str | os.PathLike) -> str | None:
@@ -539,7 +546,7 @@ MOST_DRAFTED = 4096  # tokens in a step
 MOST_TOKENS = 2**22  # in a row, an answer, a forward pass
 SEED = dict(low=0, high=2**32 - 1)  # NumPy takes no other
 TEMPERATURE: dict[str, Any] = dict(low=0, high=100)
-SEVERAL_TEMPERATURES = several(number(0.7, **TEMPERATURE), "0 0.7", none=True, alone=True)
+SEVERAL_TEMPERATURES = several(number(0.7, **TEMPERATURE), "0 0.7", none=True, alone=True, test=repeated_problem)
 HERE = "http://127.0.0.1:8000"  # where a server listens, if no option says otherwise
 ADDRESS = text(HERE, test=address_problem)
 
@@ -654,7 +661,7 @@ RULES |= each(whole, dict(num_proc=4, dataloader_prefetch_factor=2), low=1, high
 RULES |= each(whole, dict(rank=0, top_k=50), low=0)
 RULES |= {
     "port": whole(8000, 1, 65535, none=True),
-    "concurrency": several(whole(8, 1, 65536), 8, none=True, alone=True),
+    "concurrency": several(whole(8, 1, 65536), 8, none=True, alone=True, test=repeated_problem),
     "seed": whole(0, **SEED),
     "data_seed": whole(0, none=True, **SEED),
     "k": several(whole(4, 0, MOST_DRAFTED), 4, none=True, alone=True, objects=True),

@@ -233,6 +233,9 @@ def read_prompts(
     unfilled: Counter[str] = Counter()
     parts = (p for d, source in sources_of(data) for p in _prompts_of(source, d, unfilled))
     found = list(islice(_limited(parts, limit), first))
+    if len({prompt.domain for prompt in found}) > 1:
+        for prompt in found:  # a row without a domain beside others; "all" is all of them
+            prompt.domain = "other" if prompt.domain == "all" else prompt.domain
     for where, n in unfilled.items():
         log.warning(
             "%s: %d prompts hold no text but a notice that it must be fetched, and are left out; run the data set's "
