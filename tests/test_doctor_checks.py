@@ -142,6 +142,9 @@ def test_features_of_another_verifier_shift_or_layer(verifier, stored, features,
     assert data.verifier_check("0" * 16, TINY).state == "finding"
     shares = data.offset_agreement(verifier, features, everywhere)
     assert max(shares, key=shares.get) == 1 and data.shift_check(verifier, features, everywhere).state == "ok"
+    untrained, read = FeatureDataset(stored), features.read
+    untrained.read = lambda i: (read(i)[0], torch.zeros_like(read(i)[1], dtype=torch.bool), read(i)[2])
+    assert data.shift_check(verifier, untrained, everywhere).state == "not checked"
     moved = FeatureDataset(shutil.copytree(stored, tmp_path / "moved"))
     for i in everywhere:
         ids = features.tokens(i)[0]

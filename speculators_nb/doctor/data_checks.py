@@ -245,6 +245,8 @@ def shift_check(verifier: Verifier, features: FeatureDataset, rows: list[int]) -
     if head_of(verifier) is None:
         return unchecked("shift", "the verifier has no output embedding")
     found = offset_agreement(verifier, features, rows)
+    if any(share != share for share in found.values()):
+        return unchecked("shift", "no trained token in the rows looked at")
     best = max(found, key=lambda o: found[o])
     return judged(
         "shift",
