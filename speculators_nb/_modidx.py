@@ -511,6 +511,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                              'speculators_nb/evaluate/acceptance.py'),
                                                     'speculators_nb.evaluate.acceptance.bootstrap': ( 'evaluate/acceptance.html#bootstrap',
                                                                                                       'speculators_nb/evaluate/acceptance.py'),
+                                                    'speculators_nb.evaluate.acceptance.check_drafters': ( 'evaluate/acceptance.html#check_drafters',
+                                                                                                           'speculators_nb/evaluate/acceptance.py'),
                                                     'speculators_nb.evaluate.acceptance.check_measurement': ( 'evaluate/acceptance.html#check_measurement',
                                                                                                               'speculators_nb/evaluate/acceptance.py'),
                                                     'speculators_nb.evaluate.acceptance.check_prompts': ( 'evaluate/acceptance.html#check_prompts',

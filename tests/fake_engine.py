@@ -9,7 +9,7 @@ the same for every request, so that every count can be said beforehand (`expecte
 FAKE_ENGINE in its environment makes it misbehave, comma separated:
 "fail" ends at the start with an exception, "late" answers /health after a second, "mute" never, "foreign" counts a
 request that nobody here asked,
-"silent" adds no counts to an answer, "odd" adds some of another form,
+"base" has no chat template, "silent" adds no counts to an answer, "odd" adds some of another form,
 "restart" sets the counters back after the second answer, "broken" breaks off in the middle of an answer, "die" ends
 after the third answer.
 """
@@ -79,6 +79,8 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         s, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         s.last = body
+        if "base" in BEHAVIOUR and "messages" in body:
+            return self.say(json.dumps({"error": {"message": "no chat template"}}), "application/json", 400)
         if body["max_tokens"] > 500 or "beyond the context" in str(body.get("messages", body.get("prompt"))):
             return self.say(json.dumps({"error": {"message": "too long"}}), "application/json", 400)
         steps, accepted, pieces = expected(s.k, body["max_tokens"])

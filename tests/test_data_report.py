@@ -11,7 +11,8 @@ from datasets import Dataset
 
 from speculators_nb.data.prepare import prepare_data
 from speculators_nb.data.prepared_folder import load_prepared
-from speculators_nb.report.data_report import DataReport, Repeats, coverage, report, signature
+from speculators_nb.evaluate.prompts import read_prompts
+from speculators_nb.report.data_report import DataReport, Repeats, coverage, plot_domains, report, signature
 from speculators_nb.report.page import Headline, Section, image, page_html
 from speculators_nb.report.run_report import plot_accuracy, training_section, write_run_report
 
@@ -41,6 +42,7 @@ def test_what_it_warns_of(tmp_path):
     ):
         assert words in said
     assert found.tables["Domains, before the split"]["rows"].to_dict() == {"sums": 11, "tokens": 1}
+    assert plot_domains(pd.DataFrame({"tokens": 4, "trained": 2}, index=[r"$\x_$"])).axes[0].get_title(loc="left")
     assert found.tables["Seen before"]["rows"].tolist() == [2, 2, 2, 0, 0]
 
 
@@ -102,6 +104,13 @@ def test_a_folder_of_the_upstream_library(tmp_path):
     assert any("67% of the rows are there twice" in line for line in found.warnings)
 
 
+def test_questions_that_were_trained_on_are_warned_of(tmp_path, caplog):
+    rows = [talk(f"{i} + 2?", f"It is {i + 2}.") for i in range(10)]
+    assert len(read_prompts(prepared(tmp_path / "p", rows, val_fraction=0.2).folder)) == 2 and not caplog.text
+    assert len(read_prompts(prepared(tmp_path / "q", rows, val_fraction=0.0).folder)) == 10
+    assert "no question of it is held out (prepare with val_fraction)" in caplog.text
+
+
 def test_nothing_is_trained(tmp_path):
     made = prepared(tmp_path / "p", [talk("2 + 2?")])
     Dataset.from_dict({"input_ids": [[5, 6]], "loss_mask": [[0, 0]], "seq_len": [2]}).save_to_disk(tmp_path / "q")
@@ -129,11 +138,26 @@ def test_the_page_of_a_run(tmp_path):
     section = training_section("train", tmp_path, {"algorithm": "eagle3"})
     assert section.figures["accuracy"].axes[0].get_title(loc="left") == "Position 1 ends at 50%"
     assert "step 30 (loss 2.8000)" in section.text and plot_accuracy(log[["step", "loss"]]) is None
+    # a block's slot 0 is no draft token; P-EAGLE has accuracies alone
+    block = {"eval_accept_1": [0.5], "eval_accept_2": [0.3], "eval_position_1_acc": [0.2]}
+    for metrics in (block, {"eval_position_0_acc": [0.5]}):
+        axes = plot_accuracy(pd.DataFrame({"step": [10]} | metrics)).axes[0]
+        assert axes.get_title(loc="left") == "Position 1 ends at 50%" and axes.lines[0].get_label() == "position 1"
     read = {"data_dir": {"path": "features", "sha256": "1f2e" * 16}}
     train = dict(command="train", output=str(tmp_path), arguments={}, inputs=read, done=True, seconds=61.2)
     check = {"command": "check", "text": "vLLM can serve this drafter.", "done": True}
     left = {"command": "evaluate", "skipped": "vllm was not found"}
-    (tmp_path / "run.json").write_text(json.dumps({"stages": {"train": train, "check": check, "e.vllm": left}}))
-    page = write_run_report(tmp_path).read_text()
+    gone = dict(command="train", output=str(tmp_path / "renamed"), arguments={}, done=True)
+    measured = dict(command="evaluate", output=str(tmp_path / "e"), done=True)
+    (tmp_path / "e").mkdir()
+    made = {"git_commit": "0" * 40, "package_versions": {"torch": "1.0"}}
+    (tmp_path / "e/provenance.json").write_text(json.dumps({"reproducibility": made, "inputs": {}}))
+    (tmp_path / "e/skipped.csv").write_text("prompt,why\n7,too long\n")
+    (tmp_path / "e/summary.csv").write_text("drafter,domain,mean_length\neagle3,NA,2.5\n")
+    stages = {"train": train, "gone": gone, "check": check, "e.vllm": left, "e": measured}
+    (tmp_path / "run.json").write_text(json.dumps({"stages": stages}))
+    page = write_run_report(tmp_path, ["train", "check", "e", "e.vllm"]).read_text()
     for text in ("61.2 s", "1f2e1f2e1f2e1f2e", "vLLM can serve", "e.vllm: vllm was not found"):
         assert text in page
+    assert "too long" in page and "<td>NA</td>" in page
+    assert "gone" not in page and "0" * 40 in page and "<td>1.0</td>" in page  # the versions of the stage, not today's

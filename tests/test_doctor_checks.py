@@ -11,9 +11,11 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from speculators_nb.data.pipeline import prepare
+from speculators_nb.decode.generate import Generation
 from speculators_nb.decode.tree import TokenTree
 from speculators_nb.doctor import data_checks as data
 from speculators_nb.doctor import drafter_checks as checks
@@ -90,6 +92,25 @@ def test_template_and_mask(tokenizer):
     late = [data.DataRow(ids, mask & np.concatenate([[False], mask[:-1]])) for ids, mask in ROWS]
     states = [data.mask_check(rows, tokenizer).state for rows in (ROWS, everything, late)]
     assert states == ["ok", "finding", "finding"]
+    other.chat_template = "{% for m in messages %}{{m['content']}}\n{% endfor %}"  # as of Mistral: no generation prompt
+    assert data.template_check(ROWS, other).state == "not checked" and data.mask_check(ROWS, other).state == "ok"
+
+
+def test_a_generation_prompt_has_the_tokens_that_it_has_in_a_text():
+    "A tokenizer that puts a blank before a text, as Llama 2's, spells the same words otherwise where a text begins."
+    spelling = Tokenizer(models.BPE())
+    spelling.pre_tokenizer = pre_tokenizers.Metaspace()
+    spelling.train_from_iterator(["Why?\nBot: Because."] * 9, trainers.BpeTrainer(vocab_size=99))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=spelling)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{'\n' if m['role'] == 'assistant'}}{{'Bot: ' if m['role'] == 'assistant'}}"
+        "{% generation %}{{m['content']}}{% endgeneration %}{% endfor %}"
+        "{% if add_generation_prompt %}{{'\n'}}Bot:{% endif %}"
+    )
+    talk = [dict(role="user", content="Why?"), dict(role="assistant", content="Because.")]
+    rows = rows_of(prepare([{"messages": talk}], tokenizer, 99))
+    assert tokenizer("\nBot:")["input_ids"] != data.generation_prompt(tokenizer)
+    assert data.template_check(rows, tokenizer).state == "ok"
 
 
 def test_answers_of_the_verifier_and_of_others(verifier, tokenizer):
@@ -121,6 +142,9 @@ def test_features_of_another_verifier_shift_or_layer(verifier, stored, features,
     assert data.verifier_check("0" * 16, TINY).state == "finding"
     shares = data.offset_agreement(verifier, features, everywhere)
     assert max(shares, key=shares.get) == 1 and data.shift_check(verifier, features, everywhere).state == "ok"
+    untrained, read = FeatureDataset(stored), features.read
+    untrained.read = lambda i: (read(i)[0], torch.zeros_like(read(i)[1], dtype=torch.bool), read(i)[2])
+    assert data.shift_check(verifier, untrained, everywhere).state == "not checked"
     moved = FeatureDataset(shutil.copytree(stored, tmp_path / "moved"))
     for i in everywhere:
         ids = features.tokens(i)[0]
@@ -228,9 +252,9 @@ def test_acceptance_domains_and_engine(model, tokenizer, tmp_path):
     def without(domain):
         return rows_of(r for r in ANSWERS if r["domain"] != domain)
 
-    table = checks.seen_by_domain(decoded, domains, without(None))
+    table = checks.seen_by_domain(decoded, without(None))
     absent = min(set(domains) - {table.mean_length.idxmax()})
-    less = checks.domains_check(checks.seen_by_domain(decoded, domains, without(absent)))
+    less = checks.domains_check(checks.seen_by_domain(decoded, without(absent)))
     assert checks.domains_check(table).state == "ok" and less.state == "finding" and absent in less.remedy
     assert checks.tree_note(verifier, drafter, decoded, ids[:2], {2}).state == "note"
     with pytest.raises(FileNotFoundError, match=r"summary\.csv"):
@@ -240,10 +264,21 @@ def test_acceptance_domains_and_engine(model, tokenizer, tmp_path):
     for factor, state in ((1.0, "ok"), (0.6, "finding")):
         run.assign(mean_length=run.mean_length * factor).to_csv(tmp_path / "summary.csv", index=False)
         assert checks.engine_check(tmp_path, decoded).state == state
+    # of several drafters, lengths and temperatures the one that is comparable
+    others = [run.assign(mean_length=1.0, **{name: v}) for name, v in (("k", 1), ("drafter", "a"), ("temperature", 1))]
+    pd.concat([others[0], others[1], run, others[2]]).to_csv(tmp_path / "summary.csv", index=False)
+    assert checks.engine_check(tmp_path, decoded).state == "ok"
+    others[2].to_csv(tmp_path / "summary.csv", index=False)
+    assert "at temperature 1; here 0: not comparable" in checks.engine_check(tmp_path, decoded).evidence
+    # a prompt beyond the context is left out, and its domain and its answer with it
+    skipping = checks.decode(verifier, drafter, "eagle3", [[5] * 9999, *ids], 4, {2}, ["long", *domains])
+    assert checks.seen_by_domain(skipping, without(None)).equals(table)
+    assert answered_rows(skipping.answers)[0]["input_ids"] == ids[0] + decoded.answers[0].tokens
 
 
 def test_an_examination_with_features_and_without(stored):
-    assert answered_rows([[5, 6]], [[7]])[0] == dict(input_ids=[5, 6, 7], loss_mask=[0, 0, 1], seq_len=3)
+    answer = Generation([5, 6], [7], [], "stop")
+    assert answered_rows([answer])[0] == dict(input_ids=[5, 6, 7], loss_mask=[0, 0, 1], seq_len=3)
     with pytest.raises(ValueError, match="no drafter"):
         find_sources(TINY)
     e = Examination(find_sources(SHIPPED, TINY, stored))

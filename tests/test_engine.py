@@ -19,7 +19,7 @@ from speculators_nb.decode.generate import Generation, Step
 from speculators_nb.evaluate.acceptance import evaluate
 from speculators_nb.evaluate.comparison import as_engine_counts, compare_runs, evaluate_as_engine
 from speculators_nb.evaluate.engine import EngineEvaluation, evaluate_engine, output_ranges
-from speculators_nb.evaluate.guidellm import guidellm_command, read_report, replies_of
+from speculators_nb.evaluate.guidellm import replies_of, run_guidellm
 from speculators_nb.evaluate.load import ask, run_load
 from speculators_nb.evaluate.prompts import Prompt, read_prompts
 from speculators_nb.evaluate.vllm_metrics import Meter, MetricsError
@@ -141,8 +141,6 @@ def test_the_filters_of_sampling_are_sent(engine):
     assert (found.settings["top_p"], found.settings["top_k"]) == (0.9, 40)
     with pytest.raises(ValueError, match="top_p=0.9: has no effect with temperatures"):
         evaluate_engine("http://127.0.0.1:1", PROMPTS, top_p=0.9)
-    body = json.loads(guidellm_command("http://h:1", "r.json", "m", max_requests=1, temperature=1, top_k=9)[7])
-    assert body["extras"]["body"] == dict(temperature=1, top_p=1.0, top_k=9, min_p=0.0)
 
 
 def test_a_server_that_runs(engine):
@@ -165,6 +163,15 @@ def test_a_server_that_runs(engine):
             found.plot()
 
 
+def test_a_model_without_a_chat_template_is_asked_in_token_ids(engine, monkeypatch):
+    monkeypatch.setenv("FAKE_ENGINE", "base")
+    with Server(["vllm", "serve", "m", "--speculative-config", '{"num_speculative_tokens": 2}']) as server:
+        ids = [dict(prompt=[5, 6]), dict(prompt=[7, 8, 9])]
+        assert evaluate_engine(server.url, ids, max_new_tokens=9).summary.requests[0] == 2
+    with pytest.raises(EndpointError, match="chat template"), Server(["vllm", "serve", "m"]) as server:
+        evaluate_engine(server.url, PROMPTS, max_new_tokens=9)
+
+
 @pytest.mark.parametrize("concurrency", [1, 3])
 def test_a_prompt_that_the_server_does_not_take_is_skipped_and_named(engine, tmp_path, concurrency):
     prompts = [*PROMPTS[:2], dict(prompt="beyond the context", domain="a"), PROMPTS[3]]
@@ -172,6 +179,7 @@ def test_a_prompt_that_the_server_does_not_take_is_skipped_and_named(engine, tmp
         found = evaluate_engine(server.url, prompts, max_new_tokens=9, concurrency=concurrency, output_dir=tmp_path)
         without = evaluate_engine(server.url, [*prompts[:2], prompts[3]], max_new_tokens=9, concurrency=concurrency)
     assert found.requests.prompt.tolist() == [0, 1, 3] and found.skipped.prompt.tolist() == [2]
+    assert "skipped.csv" in {file.name for file in tmp_path.iterdir()}
     assert "400: too long" in found.skipped.why[0] and EngineEvaluation.read(tmp_path).settings["skipped"]
     assert found.summary.equals(without.summary) and found.positions.equals(without.positions)
 
@@ -259,6 +267,9 @@ def test_a_wrong_setting_is_said_before_any_server_starts(engine, tmp_path):
         evaluate_engine(VERIFIER, PROMPTS, k=2, method="magic", output_dir=tmp_path / "run")
     with pytest.raises(ValueError, match="no prompts"):
         evaluate_engine(VERIFIER, [], k=2, method="ngram")
+    for name in ("temperatures", "concurrency"):
+        with pytest.raises(ValueError, match="1 is there twice; give each value once"):
+            evaluate_engine(VERIFIER, PROMPTS, k=2, method="ngram", **{name: [1, 1]})
     assert not (tmp_path / "run").exists()
 
 
@@ -306,10 +317,26 @@ def test_both_evaluations_have_the_same_columns_and_agree_where_no_limit_is_near
     own = compare_runs(saved).table()  # folders of in-process evaluations
     assert own.mean_length.tolist() == both.table().mean_length.tolist()
     assert own.difference.isna().tolist() == [True, False] and own.difference_high[1] == 0
+    others = evaluate(verifier, {"n-gram": NgramDrafter()}, prompts[::-1], k=2, max_new_tokens=200, eos_token_ids=eos)
+    assert "difference" not in compare_runs({"a": there, "b": others}).table()  # other prompts of the same numbers
     with pytest.raises(ValueError, match="counts otherwise than an engine"):
         compare_runs(saved | {"c": tmp_path / "run"})
     with pytest.raises(ValueError, match="runs is empty"):
         compare_runs({})
+
+
+def test_names_of_a_saved_run_stay_text(tmp_path):
+    from speculators_nb.decode.ngram import NgramDrafter
+    from speculators_nb.lab.experiment import heldout_setting
+
+    verifier, prompts, *_ = heldout_setting({}, 2)
+    run = evaluate(verifier, {"1": NgramDrafter()}, prompts, max_new_tokens=16, domains=["NA", "2"])
+    both = compare_runs({"a": run.save(tmp_path / "a"), "b": run.save(tmp_path / "b")})
+    assert both.summary.domain.tolist() == ["all", "2", "NA"] * 2
+    assert both.plot().legends[0].get_texts()[0].get_text() == "a: 1" and both.table().difference[1] == 0
+    for words, drafters, domains in (("drafters is empty", {}, None), ("1 domains", {"1": NgramDrafter()}, ["a"])):
+        with pytest.raises(ValueError, match=words):
+            evaluate_as_engine(verifier, drafters, prompts, domains=domains)
 
 
 # ------------------------------------------------------------------------------------------------------------- GuideLLM
@@ -317,27 +344,29 @@ def test_prompts_of_files_keep_order_and_domain(tmp_path):
     prompts = read_prompts(HELDOUT, 2)
     assert len(prompts) == 12 and len({p.domain for p in prompts}) == 6 and prompts[0].messages[-1]["role"] == "user"
     assert [p.domain for p in read_prompts({"x": [dict(prompt="a")], "y": [dict(prompt=[1, 2])]})] == ["x", "y"]
+    mixed = [dict(prompt="a"), dict(prompt="b", domain="x")]  # "all" is what all of them are together
+    assert [p.domain for p in read_prompts(mixed)] == ["other", "x"]
     with pytest.raises(ValueError, match="row 1"):
         read_prompts([dict(messages=[dict(role="assistant", content="hi")])])
 
 
-def test_guidellm_report():
-    file = HERE / "fixtures/guidellm_report.json"
-    table = read_report(file).iloc[0]
-    load = json.loads(file.read_text())["benchmarks"][0]
-    tokens = [r["output_tokens"] for r in load["requests"]["successful"]]
-    assert (table.requests, table.tokens, table.errors, table.concurrency) == (4, sum(tokens), 0, 2)
-    assert [r.tokens for r in replies_of(load)] == tokens
-
-
-def test_a_report_that_says_nothing(tmp_path):
+def test_guidellm_report(tmp_path):
+    "A request that failed, or was not sent, is no number."
     report = json.loads((HERE / "fixtures/guidellm_report.json").read_text())
-    report["benchmarks"][0]["requests"]["successful"] = []
-    texts = {"none of 0 requests": json.dumps(report), "no benchmarks": "{}", "cut off": '{"bench'}
+    requests = report["benchmarks"][0]["requests"]
+    tokens = [r["output_tokens"] for r in requests["successful"]]
+    assert [r.tokens for r in replies_of(report["benchmarks"][0])] == tokens
+    failed = requests | dict(errored=requests["successful"][:1], successful=requests["successful"][1:])
+    texts = {
+        "5 requests were to be sent, 4 were answered, 0 have failed": json.dumps(report),
+        "3 were answered, 1 have failed": json.dumps({"benchmarks": [{"requests": failed}]}),
+        "no benchmarks": "{}",
+        "cut off": '{"bench',
+    }
     for words, text in texts.items():
         (tmp_path / "r.json").write_text(text)
-        with pytest.raises(ValueError, match=words):
-            read_report(tmp_path / "r.json")
+        with pytest.raises((ValueError, RuntimeError), match=words):
+            run_guidellm(["true"], tmp_path / "r.json", 5)
 
 
 @pytest.mark.statement("release-38")
@@ -361,19 +390,9 @@ json.dump(report, open(out["path"], "w"))
     steps, accepted, _ = expected(2, 8)
     np.testing.assert_allclose(found.positions.unconditional, np.array(accepted) / steps)
     assert found.performance[(found.performance.k == 2) & (found.performance.domain == "a")].requests.item() == 4
+    assert found.requests.prompt.isna().all()  # GuideLLM does not say which prompt was answered
+    with pytest.raises(ValueError, match="token ids and tools cannot"):
+        evaluate_engine(VERIFIER, [dict(prompt=[5, 6])], k=2, load="guidellm", method="ngram")
     program.write_text("#!/bin/sh\necho no tokenizer here >&2; exit 3\n")
     with pytest.raises(RuntimeError, match="code 3:\nno tokenizer here"):
         evaluate_engine(VERIFIER, PROMPTS, k=2, load="guidellm", method="ngram", baseline=False)
-
-
-def test_guidellm_command():
-    command = guidellm_command(
-        "http://h:1", "r.json", "m", rate=2.5, streams=None, max_seconds=9, prompt_tokens=7, max_tokens=5
-    )
-    assert json.loads(command[command.index("--profile") + 1]) == {"kind": "poisson", "rate": 2.5}
-    data = json.loads(command[command.index("--data") + 1])
-    assert data == dict(kind="synthetic_text", prompt_tokens=7, output_tokens=5)
-    assert json.loads(command[command.index("--constraint") + 1]) == {"kind": "max_duration", "seconds": 9}
-    for words, keywords in [("never end", {}), ("give one of them", dict(streams=2, rate=1.0, max_requests=3))]:
-        with pytest.raises(ValueError, match=words):
-            guidellm_command("http://h", "r.json", "m", **keywords)

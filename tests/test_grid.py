@@ -4,6 +4,7 @@ import json
 import math
 import re
 import runpy
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,15 +12,17 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from speculators_nb.cli.main import app
 from speculators_nb.core import options
 from speculators_nb.core.config import SpeculatorModelConfig
 from speculators_nb.core.options import algorithms, check_options
+from speculators_nb.core.provenance import write_provenance
 from speculators_nb.lab import grid
 from speculators_nb.lab.experiment import HeldoutSetting, shipped_features
-from speculators_nb.lab.experiment_page import write_runs_page
+from speculators_nb.lab.experiment_page import debug_runs, decoded_runs, write_runs_page
 from speculators_nb.lab.grid import (
     Measured,
     Run,
@@ -170,16 +173,26 @@ def test_the_pace_of_the_first_run(capsys, monkeypatch):
 
 
 def test_the_verifier_writes_its_answers_once(tmp_path, monkeypatch):
-    "For all runs and workers of an experiment; another limit, prompt or verifier has its own."
+    "For all runs and workers of an experiment; another limit, prompt or verifier, be it of the same name, has its own."
     limits = []
     texts = lambda verifier, prompts, limit, stop: limits.append(limit) or [[limit]] * len(prompts)
     monkeypatch.setattr(grid, "greedy_texts", texts)
-    setting, file = HeldoutSetting(None, [[1], [2]], ["", ""], {0}), tmp_path / "answers.json"
-    assert written_once(setting, 5, None, file) == written_once(setting, 5, None, file) == [[5], [5]]
-    assert written_once(setting, 6, None, file) == [[6], [6]]
-    assert written_once(setting._replace(prompts=[[3]]), 6, None, file) == [[6]]
-    written_once(setting, 6, "another", file)
-    assert limits == [5, 6, 6, 6]
+    one, other = (SimpleNamespace(model=torch.nn.Linear(2, 1)) for _ in range(2))
+    setting, file = HeldoutSetting(one, [[1], [2]], ["", ""], {0}), tmp_path / "answers.json"
+    assert written_once(setting, 5, file) == written_once(setting, 5, file) == [[5], [5]]
+    assert written_once(setting, 6, file) == [[6], [6]]
+    assert written_once(setting._replace(prompts=[[3]]), 6, file) == [[6]]
+    written_once(setting._replace(prompts=[[3]], verifier=other), 6, file)
+    written_once(setting._replace(prompts=[[3]], verifier=other, eos_token_ids={1}), 6, file)
+    assert limits == [5, 6, 6, 6, 6]
+
+
+def test_answers_too_short_for_a_draft_are_refused_before_anything_is_trained(tmp_path, done):
+    for lengths, limit in ((None, 5), ((1, 5), 6)):
+        given = dict(k=4, draft_lengths=lengths, max_new_tokens=limit, features=tmp_path / "features")
+        with pytest.raises(ValueError, match=f"max_new_tokens={limit}: no step of such an answer drafts"):
+            experiment(tmp_path, contenders(1), **given)
+    assert done == []
 
 
 @pytest.mark.parametrize("heldout", [None, "prompts.jsonl"])
@@ -198,6 +211,21 @@ def test_runs_of_one_name_with_other_arguments_are_not_pooled(tmp_path, done):
     assert set(found.runs.setting) == set(found.counts.setting) == usual | {"steps 3"} and len(usual) == 2
     page = write_runs_page(tmp_path).read_text()
     assert all(name in page for name in usual)
+
+
+def test_a_run_is_stepped_through_on_what_it_was_measured_on(tmp_path):
+    "Prompts of one's own and their limit, not the shipped ones."
+    (tmp_path / "own.jsonl").write_text('{"prompt": "Multiply 3 by 6."}\n{"prompt": "Sort c, a."}\n{"prompt": "No."}\n')
+    shutil.copytree(shipped_data() / "tiny-drafter", tmp_path / "run/drafter")
+    about = dict(setting="usual", seed=0, algorithm="eagle3", arguments={})
+    (tmp_path / "run/setting.json").write_text(json.dumps(about))
+    (tmp_path / "run/counts.csv").write_text("k,prompt\n3,0\n3,1\n")
+    measured = dict(heldout=str(tmp_path / "own.jsonl"), measured=dict(n_prompts=2, max_new_tokens=9))
+    write_provenance(tmp_path / "run", "experiment", measured, dict(verifier=shipped_data() / "tiny-verifier"))
+    widget, question = decoded_runs([tmp_path / "run"], 1)
+    assert "Sort c, a." in question and len(widget.generations["usual, seed 0"].tokens) == 9
+    with pytest.raises(ValueError, match="prompt=2: is not held out; give one of 0 to 1"):
+        debug_runs(tmp_path / "run", prompt=2)
 
 
 def test_a_run_that_fails_is_named_and_tried_again(tmp_path, done, capsys):

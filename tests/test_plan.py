@@ -147,6 +147,16 @@ def test_the_answers_are_part_of_the_plan(quick, config_of):
     assert ": 1.9 hours on one server" in slower
 
 
+def test_rows_are_counted_where_a_conversation_has_several(tmp_path):
+    "As of a template that drops earlier answers; `max_samples` of features is of rows."
+    rows = [dict(input_ids=[5, 6, 7], loss_mask=[0, 1, 1]) for _ in range(4)]
+    save_prepared(Dataset.from_list(rows), tmp_path)
+    whole = planning.amount_of_data(tmp_path, None, None, 2, 1000)
+    assert (whole.rows, whole.tokens, whole.known) == (4, 12, True)
+    assert planning.amount_of_data(tmp_path, 3, None, 2, 1000).rows == 3
+    assert planning.amount_of_data(tmp_path / "none", None, None, 2, 1000) == (2, 2000, False, 1.0)
+
+
 def test_without_the_hub_the_error_names_the_remedy():
     code, text = run("plan", ROOT / "data/recipes/qwen3-8b.yaml")
     assert code == 2 and text.count("\n") == 1, text

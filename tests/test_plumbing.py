@@ -5,6 +5,8 @@ import json
 import os
 import re
 import stat
+import subprocess
+import sys
 import time
 from concurrent.futures import wait
 from pathlib import Path
@@ -15,6 +17,7 @@ import torch
 from accelerate.data_loader import BatchSamplerShard
 from safetensors.torch import load_file
 from torch import nn
+from torch.nn import functional as F
 from torch.utils.data import DataLoader, Subset
 from transformers import AutoConfig, PretrainedConfig
 
@@ -297,6 +300,23 @@ def test_a_digest_of_code_is_that_of_what_it_computes():
     changed, used = made(2), made(2)
     changed.size, used._can_set_experts_implementation_cached_value = 4, False
     assert code_digest(changed) != code_digest(made(2)) == code_digest(used)
+    for one, other in (({"a", "b"}, {"a", "c"}), (torch.float32, torch.bfloat16), (F.relu, F.gelu), (b"a", b"b")):
+        first, second = made(2), made(2)
+        first.size, second.size = one, other
+        assert code_digest(first) != code_digest(second) and code_digest(made(one)) != code_digest(made(other))
+
+
+def test_a_digest_of_code_is_the_same_in_another_process():
+    "The order of a set differs between processes."
+    line = (
+        "from speculators_nb.lab.code_digest import code_digest; "
+        "print(code_digest(lambda name: name in {'gate', 'up', 'down', 'query'}))"
+    )
+    runs = [
+        subprocess.run([sys.executable, "-c", line], env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True)
+        for seed in "123"
+    ]
+    assert len({run.stdout for run in runs}) == 1 and runs[0].stdout
 
 
 def test_a_replay_takes_the_steps_of_decoding():

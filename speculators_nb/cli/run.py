@@ -555,7 +555,7 @@ def run(
                 if record.stages[stage.name].get("done"):
                     ran.append(stage.name)
         report = import_module("speculators_nb.report.run_report")  # pandas, matplotlib
-        typer.echo(f"\nReport: {report.write_run_report(folder)}")
+        typer.echo(f"\nReport: {report.write_run_report(folder, [stage.name for stage in stages])}")
     return ran
 
 

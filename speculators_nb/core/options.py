@@ -8,6 +8,7 @@ import math
 import numbers
 import os
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -262,6 +263,12 @@ def ascending_problem(value: Sequence[int]) -> str | None:
     "What is wrong with layer ids beyond their range."
     ascending = sorted(set(value))
     return None if list(value) == ascending else f"must ascend, each id once, e.g. {ascending}"
+
+
+def repeated_problem(value: Any) -> str | None:
+    "What is wrong with settings that are each measured once."
+    twice = [v for v, n in Counter(value).items() if n > 1] if isinstance(value, (list, tuple)) else []
+    return f"{twice[0]} is there twice; give each value once" if twice else None
 
 
 def recorded_problem(value: str | os.PathLike) -> str | None:
@@ -550,7 +557,7 @@ MOST_DRAFTED = 4096  # tokens in a step
 MOST_TOKENS = 2**22  # in a row, an answer, a forward pass
 SEED = dict(low=0, high=2**32 - 1)  # NumPy takes no other
 TEMPERATURE: dict[str, Any] = dict(low=0, high=100)
-SEVERAL_TEMPERATURES = several(number(0.7, **TEMPERATURE), "0 0.7", none=True, alone=True)
+SEVERAL_TEMPERATURES = several(number(0.7, **TEMPERATURE), "0 0.7", none=True, alone=True, test=repeated_problem)
 HERE = "http://127.0.0.1:8000"  # where a server listens, if no option says otherwise
 ADDRESS = text(HERE, test=address_problem)
 
@@ -651,21 +658,21 @@ RULES |= {
 # counts
 RULES |= each(whole, dict(max_failures=50, world_size=1, ddp_timeout=1800), low=1)
 RULES |= each(whole, dict(max_samples=100, n_prompts=100, n_heldout=48, self_prompts=2000), low=1, none=True)
-RULES |= each(whole, dict(conversations=50_000, max_requests=100, max_model_len=4096), low=1, none=True)
+RULES |= each(whole, dict(conversations=50_000, max_model_len=4096), low=1, none=True)
 RULES |= each(whole, dict(vocab_size=151936, draft_vocab_size=32000, max_anchors=512), low=1, none=True)
 RULES |= each(whole, dict(early_stopping_patience=3, regenerate_every=1, save_total_limit=2), low=1, none=True)
 RULES |= each(whole, dict(torch_empty_cache_steps=100, ddp_bucket_cap_mb=25), low=1, none=True)
 RULES |= each(whole, dict(max_new_tokens=256, max_tokens=8192, min_trained=1), low=1, high=MOST_TOKENS)
-RULES |= each(whole, dict(context=128, prompt_tokens=256, tokens_each=1000), low=1, high=MOST_TOKENS)
+RULES |= each(whole, dict(context=128, tokens_each=1000), low=1, high=MOST_TOKENS)
 RULES |= each(whole, dict(max_length=2048, total_seq_len=2048), low=2, high=MOST_TOKENS)
-RULES |= each(whole, dict(batch_size=96, streams=1), low=1, high=65536, none=True)
+RULES |= each(whole, dict(batch_size=96), low=1, high=65536, none=True)
 RULES |= each(whole, dict(ttt_steps=3, num_depths=8, num_heads=5, forward_num_total=3), low=1, high=64)
 RULES |= each(whole, dict(repeats=15, rounds=40, devices=8), low=1, high=10**6)
 RULES |= each(whole, dict(num_proc=4, dataloader_prefetch_factor=2), low=1, high=1024, none=True)
 RULES |= each(whole, dict(rank=0, top_k=50), low=0)
 RULES |= {
     "port": whole(8000, 1, 65535, none=True),
-    "concurrency": several(whole(8, 1, 65536), 8, none=True, alone=True),
+    "concurrency": several(whole(8, 1, 65536), 8, none=True, alone=True, test=repeated_problem),
     "seed": whole(0, **SEED),
     "data_seed": whole(0, none=True, **SEED),
     "k": several(whole(4, 0, MOST_DRAFTED), 4, none=True, alone=True, objects=True),
@@ -700,7 +707,7 @@ RULES |= each(number, dict(down_sample_ratio_min=0.2, dpace_alpha=0.5, min_p=0.0
 RULES |= each(number, dict(val_fraction=0.05, adam_beta1=0.9, adam_beta2=0.999), low=0, below=1)
 RULES |= each(number, dict(temperature=0.7, regenerate_temperature=1.0), **TEMPERATURE)
 RULES |= each(number, dict(timeout=600, dflash_decay_gamma=4.0, budget=2.5e11), above=0)
-RULES |= each(number, dict(learning_rate=1e-4, muon_learning_rate=1e-3, rate=1.0, max_seconds=60), above=0, none=True)
+RULES |= each(number, dict(learning_rate=1e-4, muon_learning_rate=1e-3), above=0, none=True)
 RULES |= each(number, dict(memory=80, disk=2000, tflops=989, bandwidth=3.0), above=0, none=True)
 RULES |= each(number, dict(num_train_epochs=3, epochs=3), above=0, high=10**6)
 RULES |= each(number, dict(down_sample_ratio=0.7, top_p=0.9), above=0, high=1)

@@ -6,6 +6,7 @@ import operator
 import os
 from collections.abc import Iterator
 from functools import cached_property, partial
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -343,7 +344,7 @@ class Prepared:
     def _repr_html_(self):
         tables = (self.dropped, self.omitted, self.control_tokens)
         tables = [t.to_html() for t in tables if len(t)]
-        return f"<p>{self!r}</p>" + self.table.to_html(na_rep="") + "".join(tables)
+        return f"<p>{escape(repr(self), quote=False)}</p>" + self.table.to_html(na_rep="") + "".join(tables)
 
     def add_vocab_mapping(
         self,

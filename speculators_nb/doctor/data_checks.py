@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from ..data.chat_template import common_prefix
 from ..features.feature_folder import FeatureDataset
 from ..features.in_process import states_of
 from ..verifier.identity import head_of, same_weights, stored_fingerprint
@@ -79,8 +80,8 @@ def generation_prompt(tokenizer) -> list[int]:
     texts = [
         tokenizer.apply_chat_template(question, tokenize=False, add_generation_prompt=more) for more in (False, True)
     ]
-    same = next((i for i, (a, b) in enumerate(zip(*texts)) if a != b), len(texts[0]))
-    return tokenizer(texts[1][same:], add_special_tokens=False)["input_ids"]
+    without, whole = tokenizer(texts, add_special_tokens=False)["input_ids"]  # by itself it may have other tokens
+    return whole[common_prefix(without, whole) :]
 
 
 def places_after(ids: np.ndarray, prompt: list[int]) -> list[int]:
@@ -110,7 +111,7 @@ def mask_check(rows: Rows, tokenizer) -> Finding:
     prompt = generation_prompt(tokenizer)
     prompts, late = [], []
     for ids, mask in rows:
-        starts = places_after(ids, prompt)
+        starts = places_after(ids, prompt) if prompt else []
         prompts += [mask[i - len(prompt) : i].all() for i in starts]
         begins = np.flatnonzero(mask & ~np.concatenate([[False], mask[:-1]]))
         late += [any(0 < b - i <= 3 for i in starts) and b not in starts for b in begins]
@@ -244,6 +245,8 @@ def shift_check(verifier: Verifier, features: FeatureDataset, rows: list[int]) -
     if head_of(verifier) is None:
         return unchecked("shift", "the verifier has no output embedding")
     found = offset_agreement(verifier, features, rows)
+    if any(share != share for share in found.values()):
+        return unchecked("shift", "no trained token in the rows looked at")
     best = max(found, key=lambda o: found[o])
     return judged(
         "shift",

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from ..core.files import write_text
 from ..core.options import check_options
 from ..core.provenance import provenance_path, read_provenance, write_provenance
 from ..data.chat_template import tokenizer_errors
+from ..decode.generate import Generation
 from ..evaluate.prompts import Prompt, encode_prompts, read_prompts
 from ..features.feature_folder import FeatureDataset
 from ..features.in_process import LiveFeatures
@@ -79,9 +81,9 @@ LOOKED_AT = 32  # rows and prompts that are run through the verifier at most
 DECODED = 8  # prompts that are decoded, of each domain
 
 
-def answered_rows(prompts: list[list[int]], answers: list[list[int]]) -> Dataset:
+def answered_rows(answers: list[Generation]) -> Dataset:
     "Prompts and the answer to each, as rows (input_ids, loss_mask, seq_len) whose answers are trained."
-    rows = [(prompt + answer, [0] * len(prompt) + [1] * len(answer)) for prompt, answer in zip(prompts, answers)]
+    rows = [(g.prompt + g.tokens, [0] * len(g.prompt) + [1] * len(g.tokens)) for g in answers]
     return Dataset.from_list([dict(input_ids=ids, loss_mask=mask, seq_len=len(ids)) for ids, mask in rows])
 
 
@@ -177,7 +179,7 @@ class Examination:
             return heldout_batches(self.model, self.features, rows)
         if self.decoded is None:
             return []
-        written = answered_rows(self.to_decode, self.decoded.written)
+        written = answered_rows(self.decoded.answers)
         return heldout_batches(self.model, LiveFeatures(self.verifier, written, torch.float32), [*range(len(written))])
 
     @cached_property
@@ -263,7 +265,7 @@ def look_at_drafter(e: Examination) -> Iterator[Finding]:
     if mapping.state == "finding":
         yield mapping
     else:
-        written = e.decoded.written if e.decoded else []
+        written = [g.tokens for g in e.decoded.answers] if e.decoded else []
         yield vocabulary_check(e.model.t2d, e.some, written)
     yield weights_check(e.model, e.state)
     yield length_check(e.model, e.recorded)
@@ -297,7 +299,7 @@ def look_at_decoding(e: Examination) -> Iterator[Finding]:
     if e.domains is None or not e.rows:
         yield unchecked("domains", "needs --data with domains, and features")
     else:
-        yield domains_check(seen_by_domain(e.decoded, e.domains, e.rows))
+        yield domains_check(seen_by_domain(e.decoded, e.rows))
     predicted = predicted_length(last_evaluation(e.sources.history), "eval_")
     yield acceptance_check(e.decoded, predicted, e.trained_length)
     yield tree_note(e.verifier, e.drafter, e.decoded, e.to_decode, e.stop)
@@ -352,7 +354,7 @@ class Diagnosis:
         return write_page(folder / "index.html", page)
 
     def _repr_html_(self):
-        return f"<p>{self.verdict}</p>" + self.table().to_html(index=False)
+        return f"<p>{escape(self.verdict, quote=False)}</p>" + self.table().to_html(index=False)
 
 
 def _failed(stage, error):

@@ -20,6 +20,7 @@ from ..core.config import SpeculatorModelConfig
 from ..core.plot import plot_loss
 from ..core.registry import DynamicTreeTokenProposalConfig
 from ..data.packing import collate
+from ..decode.generate import Generation
 from ..decode.proposal_setup import TreeDrafter
 from ..evaluate.acceptance import Evaluation, acceptance_summary, evaluate
 from ..evaluate.engine import read_table
@@ -407,9 +408,9 @@ class Decoded(NamedTuple):
         return float(table[table.domain == "all"].mean_length.iloc[0])
 
     @property
-    def written(self) -> list[list[int]]:
-        "What the verifier wrote."
-        return [g.tokens for g in self.evaluation.generations[self.name, 0.0]]
+    def answers(self) -> list[Generation]:
+        "What the verifier wrote to the prompts that it could read."
+        return self.evaluation.generations[self.name, 0.0]
 
     @property
     def rates(self) -> list[float]:
@@ -476,14 +477,14 @@ def triples(tokens: list[int]) -> set[tuple[int, int, int]]:
     return set(zip(tokens, tokens[1:], tokens[2:]))
 
 
-def seen_by_domain(decoded: Decoded, domains: list[str], rows: Rows) -> pd.DataFrame:
+def seen_by_domain(decoded: Decoded, rows: Rows) -> pd.DataFrame:
     """How much of what the verifier writes in a domain the training answers hold: domain -> seen (share of triples),
-    mean_length, prompts. `domains`: of each prompt; `rows`: all training rows."""
+    mean_length, prompts. `rows`: all training rows."""
     known = {triple for ids, mask in rows for triple in triples(ids[mask].tolist())}
-    generations = decoded.evaluation.generations[decoded.name, 0.0]
+    domains = decoded.evaluation.requests.domain  # of each answer
     lines = {}
     for domain in sorted(set(domains)):
-        own = [g for g, d in zip(generations, domains) if d == domain]
+        own = [g for g, d in zip(decoded.answers, domains, strict=True) if d == domain]
         written = [t for g in own for t in triples(g.tokens)]
         seen = sum(t in known for t in written) / max(len(written), 1)
         lines[domain] = dict(seen=seen, mean_length=acceptance_summary(own, decoded.k)["mean_length"], prompts=len(own))
@@ -522,18 +523,26 @@ LEAST_SERVED = 0.85  # the engine's mean length over the one here
 
 
 def engine_check(folder: str | os.PathLike, decoded: Decoded | None) -> Finding:
-    """Whether an engine, by the folder of its evaluation, accepts what the decoder here accepts (None: not measured).
-    Errors: as from `read_table`."""
+    """Whether an engine, by the folder of its evaluation, accepts what the decoder here accepts (None: not measured):
+    the row of this drafter and draft length where there is one, of the lowest temperature. Errors: as from
+    `read_table`."""
     table = read_table(Path(folder) / "summary.csv")
-    total = table[table.domain == "all"]
-    total = total[total.k > 0] if (total.k > 0).any() else total
-    row = total.sort_values("temperature").iloc[0]
+    total = table[table.domain == "all"].sort_values(["temperature", "concurrency"], kind="stable")
+    wanted = [total.k > 0]
+    if decoded is not None:
+        wanted += [total.drafter == decoded.name, total.k == decoded.k]
+    for alike in wanted:
+        best = total[alike.loc[total.index]]
+        total = best if len(best) else total
+    row = total.iloc[0]
     k, length = int(row.k), float(row.mean_length)
     evidence = f"{Path(folder).name}: {length:.2f} tokens a step" + (f" with k={k}" if k else "")
     if decoded is None:
         return Finding("engine", "note", evidence)
     if k != decoded.k:
         return Finding("engine", "note", f"{evidence}; here k={decoded.k}: not comparable")
+    if row.temperature:
+        return Finding("engine", "note", f"{evidence} at temperature {row.temperature:g}; here 0: not comparable")
     return judged(
         "engine",
         length < LEAST_SERVED * decoded.length,

@@ -7,7 +7,7 @@ Rates are unconditional and conditional, intervals over prompts, for any drafter
 __all__ = ['log', 'IN_RANGES', 'PLAIN', 'count', 'Interval', 'bootstrap', 'acceptance_table', 'acceptance_summary',
            'rows_of_ranges', 'range_table', 'compared_ranges', 'request_table', 'expected_length', 'forget',
            'Evaluation', 'check_prompts', 'Refused', 'measurable', 'skipped_table', 'decode_prompts',
-           'check_measurement', 'performance_table', 'evaluate']
+           'check_measurement', 'check_drafters', 'performance_table', 'evaluate']
 
 # %% ../../nbs/evaluate/01_acceptance.ipynb #e23390fa
 import logging
@@ -410,6 +410,16 @@ def check_measurement(
     if k < 1:
         raise ValueError(f"k={k}: acceptance needs at least one drafted token")
 
+
+def check_drafters(drafters: Mapping, prompts: Sequence, domains: Sequence | None):
+    "ValueError for no drafter, or domains (None: there are none) that are not one a prompt."
+    if not drafters:
+        raise ValueError("drafters is empty: there is nothing to measure; give at least one")
+    if domains is not None and len(domains) != len(prompts):
+        raise ValueError(
+            f"{len(domains)} domains for {len(prompts)} prompts: give one for each, or none"
+        )
+
 # %% ../../nbs/evaluate/01_acceptance.ipynb #speed002
 PLAIN = "no drafter"  # name of decoding without one
 
@@ -493,13 +503,8 @@ def evaluate(
     Prompts that cannot be measured are skipped, and named in `skipped`."""
     options: dict[str, Any] = dict(k=k, max_new_tokens=max_new_tokens, rule=rule, seed=seed)
     options |= dict(top_p=top_p, top_k=top_k, min_p=min_p)
-    if not drafters:
-        raise ValueError("drafters is empty: there is nothing to measure; give at least one")
     check_measurement(prompts=prompts, temperatures=temperatures, **options)
-    if domains is not None and len(domains) != len(prompts):
-        raise ValueError(
-            f"{len(domains)} domains for {len(prompts)} prompts: give one for each, or none"
-        )
+    check_drafters(drafters, prompts, domains)
     options |= dict(eos_token_ids=eos_token_ids, kv_cache=kv_cache)
     numbers, skipped = measurable(verifier, prompts)
     prompts = [prompts[i] for i in numbers]

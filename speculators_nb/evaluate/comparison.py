@@ -20,8 +20,8 @@ from ..decode.generate import Generation
 from ..decode.step_counts import COUNTS, count_steps, steps_of
 from ..decode.tree import Drafter
 from ..verifier.tapped_model import Verifier
-from .acceptance import Evaluation, Refused, acceptance_summary, acceptance_table, bootstrap, check_measurement
-from .acceptance import decode_prompts, measurable
+from .acceptance import Evaluation, Refused, acceptance_summary, acceptance_table, bootstrap, check_drafters
+from .acceptance import check_measurement, decode_prompts, measurable
 from .engine import TABLES, EngineEvaluation, read_table
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ def evaluate_as_engine(
     filters = dict(top_p=top_p, top_k=top_k, min_p=min_p)
     check_options(dict(temperatures=temperatures, max_new_tokens=max_new_tokens) | filters)
     check_measurement(k, prompts, rule=rule, seed=seed)
+    check_drafters(drafters, prompts, domains)
     options: dict[str, Any] = dict(k=k, eos_token_ids=eos_token_ids, rule=rule, seed=seed)
     options |= filters | dict(max_new_tokens=max_new_tokens + k, kv_cache=kv_cache)
     numbers, skipped = measurable(verifier, prompts)
@@ -98,6 +99,7 @@ def _engine_tables(generations, k, limit, domains, seed, key):
     requests = []
     for i, (text, row) in enumerate(zip(texts, counts)):
         request = key | dict(k=k, concurrency=1, prompt=i, domain=domain_of[i], tokens=len(text), token_ids=text)
+        request |= dict(prompt_tokens=len(generations[i].prompt))
         request |= dict(zip(("steps", "drafts", "proposed", "accepted"), row))
         requests.append(request | dict(accepted_at=row[len(COUNTS) :].tolist()))
     return pd.DataFrame(summary), positions, pd.DataFrame(requests)
@@ -110,16 +112,20 @@ def length_differences(requests: pd.DataFrame) -> pd.DataFrame:
     """Mean acceptance length less that of the first drafter of the first run at the same temperature, by KEY, with a
     95 % interval (difference, difference_low, difference_high): a bootstrap over prompts that both have answered, of
     the requests of all runs (`run` in front) whose own steps were counted. What has other prompts is left out."""
-    numbers = ["temperature", "k", "concurrency", "prompt", "steps", "accepted"]
+    numbers = ["temperature", "k", "concurrency", "prompt", "prompt_tokens", "steps", "accepted"]
+    requests = requests.assign(prompt_tokens=requests.get("prompt_tokens"))
     if not {*KEY, *numbers} <= set(requests):
         return pd.DataFrame()
     counted = requests[list(dict.fromkeys([*KEY, *numbers]))].astype({"drafter": str})
     counted[numbers] = counted[numbers].apply(pd.to_numeric, errors="coerce")
+    counted = counted[counted.k > 0].dropna(subset=["prompt", "steps", "accepted"])
     first, rows = {}, []
-    for key, table in counted[counted.k > 0].dropna().groupby(KEY, sort=False):
+    for key, table in counted.groupby(KEY, sort=False):
         own = table.set_index("prompt").sort_index()
         base = first.setdefault(key[2], own)
         if base is own or not own.index.is_unique or not own.index.equals(base.index):
+            continue
+        if (own.prompt_tokens - base.prompt_tokens).any():  # other prompts have the same numbers
             continue
         counts = np.hstack([t[["steps", "accepted"]].to_numpy(float) for t in (base, own)])
         found = bootstrap(counts, lambda c: c[..., 3:] / c[..., 2:3] - c[..., 1:2] / c[..., :1])

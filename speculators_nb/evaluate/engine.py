@@ -30,7 +30,7 @@ from ..serve.serve_command import serve_command, serve_environment, what_to_serv
 from ..serve.server import Server
 from ..verifier.folders import check_evaluation
 from .acceptance import acceptance_summary, acceptance_table, compared_ranges, forget, rows_of_ranges, skipped_table
-from .guidellm import guidellm_command, replies_of, run_guidellm, write_dataset
+from .guidellm import check_guidellm, guidellm_command, replies_of, run_guidellm, write_dataset
 from .load import Load, Reply, performance, rows_of, run_load, steps_of
 from .prompts import Prompt, read_prompts
 from .vllm_metrics import PER_REQUEST, Meter
@@ -67,7 +67,9 @@ def read_table(file: Path, **setting: int) -> pd.DataFrame:
     if file.stem == "performance" and file.stat().st_size <= 1:
         return pd.DataFrame()  # our own decoder is not timed
     try:
-        table = pd.read_csv(file).assign(**setting)
+        # a domain may be called NA, a drafter 1
+        names: Any = dict(drafter=str, domain=str)
+        table = pd.read_csv(file, dtype=names, keep_default_na=False, na_values=[""]).assign(**setting)
     except ValueError as e:
         problem = " ".join(str(e).split())
         raise ValueError(f"{file}: is no table ({problem}); evaluate again") from e
@@ -199,10 +201,12 @@ class EngineEvaluation:
 
     def save(self, folder: str | os.PathLike) -> Path:
         """Write summary.csv, positions.csv, performance.csv, requests.jsonl, settings.json, acceptance.png and
-        speed.png; ranges.csv and ranges.png where there are several."""
+        speed.png; ranges.csv and ranges.png where there are several, skipped.csv where there are some."""
         folder = Path(folder)
         forget(folder)
         tables = {name: getattr(self, name) for name in TABLES}
+        if len(self.skipped):
+            tables["skipped"] = self.skipped
         if len(ranges := self.compared_ranges()):
             tables["ranges"] = ranges
         for name, table in tables.items():
@@ -317,7 +321,8 @@ def load_by_guidellm(
     tokenizer: str | None = None,
     **filters: Any,
 ) -> Load:
-    """As `load.run_load`, with GuideLLM. `tokenizer`: folder or hub id; None: the model's name."""
+    """As `load.run_load`, with GuideLLM; every prompt must be answered. `tokenizer`: folder or hub id; None: the
+    model's name. Errors: as of `run_guidellm`."""
     model = model or endpoint.models()[0]
     meter = Meter(endpoint)
     replies: list[Reply] = []
@@ -330,7 +335,7 @@ def load_by_guidellm(
                 endpoint.url,
                 report,
                 model,
-                tokenizer,
+                tokenizer or model,
                 write_dataset(own_prompts, Path(tmp) / "prompts.jsonl"),
                 max_tokens=max_tokens,
                 streams=concurrency,
@@ -340,12 +345,12 @@ def load_by_guidellm(
                 **filters,
             )
             meter.start()
-            run_guidellm(command)
-            benchmark = json.loads(report.read_text(encoding="utf-8"))["benchmarks"][0]
+            benchmark = run_guidellm(command, report, len(own_prompts))
             replies += replies_of(benchmark, domain)
             seconds[domain] = benchmark["duration"]
             counts[domain] = meter.stop()
-    return Load(concurrency, replies, seconds, counts, meter.k)
+    unknown = [None] * len(replies)  # they are in the order in which they were answered
+    return Load(concurrency, replies, unknown, seconds, counts, meter.k)
 
 
 NO_MIN_P = (
@@ -492,6 +497,8 @@ def evaluate_engine(
         raise ValueError(NO_MIN_P.format(min_p))
     loads = sorted([concurrency] if isinstance(concurrency, int) else concurrency)
     prompts = read_prompts(data, max_samples)
+    if load == "guidellm":
+        check_guidellm(prompts)
     name = name or ("served" if running else drafter_name(checkpoint, serve))
     sweep = Sweep(
         prompts,

@@ -1,33 +1,33 @@
-"""GuideLLM, the load generator of the vLLM project: its command line, and its JSON report as tables.
-It gets our prompts, and its report is read into the tables of this package."""
+"""GuideLLM, the load generator of the vLLM project, sends our prompts: its command line, and its JSON report.
+The report is read into the tables of this package."""
 
 import json
-import os
 import subprocess
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from ..core.files import read_object, write_text
-from ..core.options import check_options
 from ..serve.server import find_executable
-from .load import Reply, performance
+from .load import Reply
 from .prompts import Prompt
 
 
-def write_dataset(prompts: list[Prompt], path: str | os.PathLike) -> Path:
-    "Prompts as GuideLLM reads them, to a .jsonl file. Errors: ValueError for prompts that are token ids."
-    rows = [{"messages": p.messages} if p.messages else {"prompt": p.text} for p in prompts]
-    if any(isinstance(r.get("prompt"), list) for r in rows):
+def check_guidellm(prompts: list[Prompt]) -> None:
+    """Errors: FileNotFoundError where GuideLLM is not installed; ValueError for prompts that are token ids, or have
+    tools."""
+    find_executable("guidellm")
+    if any(isinstance(p.text, list) or p.tools for p in prompts):
         raise ValueError(
-            "prompts: token ids cannot be handed to GuideLLM, it asks in text; give messages "
-            "or texts, or use load='requests'"
+            "prompts: token ids and tools cannot be handed to GuideLLM, it asks in text; give messages or texts, or "
+            "use load='requests'"
         )
-    lines = [json.dumps(r, ensure_ascii=False) + "\n" for r in rows]
-    write_text(path, "".join(lines))
-    return Path(path)
+
+
+def write_dataset(prompts: list[Prompt], path: Path) -> Path:
+    "Prompts as GuideLLM reads them, to a .jsonl file."
+    rows = [{"messages": p.messages} if p.messages else {"prompt": p.text} for p in prompts]
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    return path
 
 
 def _kind(kind: str, **fields: Any) -> str:
@@ -35,84 +35,57 @@ def _kind(kind: str, **fields: Any) -> str:
     return json.dumps(dict(kind=kind) | fields)
 
 
-def _load_arguments(streams, rate, max_requests, max_seconds, endless):
-    "How requests are sent, and when it ends."
-    if (streams is None) == (rate is None):
-        raise ValueError(f"streams={streams}, rate={rate}: give one of them, and None for the other")
-    if max_requests is None and max_seconds is None and endless:
-        raise ValueError("max_requests and max_seconds are None, and synthetic prompts never end: give one of them")
-    arguments = ["--profile", _kind("concurrent", streams=streams) if rate is None else _kind("poisson", rate=rate)]
-    if max_requests is not None:
-        arguments += ["--constraint", _kind("max_requests", count=max_requests)]
-    if max_seconds is not None:
-        arguments += ["--constraint", _kind("max_duration", seconds=max_seconds)]
-    return arguments
-
-
 def guidellm_command(
     url: str,  # of the server
-    output: str | os.PathLike,  # report to write, .json
+    report: Path,  # to write, .json
     model: str,  # as the server names it
-    tokenizer: str | None = None,  # folder or hub id; None: the model's name
-    dataset: str | os.PathLike | None = None,  # from `write_dataset`; None: synthetic prompts
-    prompt_tokens: int = 256,  # of synthetic prompts
-    max_tokens: int = 128,  # of an answer; answers to synthetic prompts have exactly so many
-    streams: int | None = 1,  # requests at once; None: by rate
-    rate: float | None = None,  # requests a second, in place of streams
-    max_requests: int | None = None,  # then it ends
-    max_seconds: float | None = None,  # then it ends
-    temperature: float = 0.0,  # of the sampling
-    seed: int = 0,  # of synthetic prompts and arrivals
-    top_p: float = 1.0,  # keep the likeliest tokens until they hold this mass; 1: all
-    top_k: int = 0,  # keep the k likeliest tokens; 0: all
-    min_p: float = 0.0,  # drop tokens less likely than this share of the likeliest; 0: none
-    extra: Sequence[str] = (),  # further arguments of guidellm run
-    guidellm: str | os.PathLike | None = None,  # the executable; None: the bare name
+    tokenizer: str,  # folder or hub id
+    dataset: Path,  # from `write_dataset`
+    *,
+    max_tokens: int,  # of an answer
+    streams: int,  # requests at once
+    max_requests: int,  # then it ends
+    seed: int,  # of the order
+    **body: Any,  # of each request: temperature, top_p, top_k, min_p
 ) -> list[str]:  # arguments
-    "The command for one load. Errors: ValueError for a load that never ends or is given twice."
-    given = dict(url=url, prompt_tokens=prompt_tokens, max_new_tokens=max_tokens)
-    body = dict(temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p)
-    given |= dict(streams=streams, rate=rate, seed=seed) | body
-    check_options(given | dict(max_requests=max_requests, max_seconds=max_seconds))
-    load = _load_arguments(streams, rate, max_requests, max_seconds, endless=dataset is None)
-    backend: dict[str, Any] = dict(target=url, model=model, extras={"body": body})
-    if dataset:
-        backend["max_tokens"] = max_tokens
-        data = _kind("json_file", path=str(dataset))
-    else:
-        data = _kind("synthetic_text", prompt_tokens=prompt_tokens, output_tokens=max_tokens)
+    "The command for one load."
     options = {
-        "--backend": _kind("openai_http", **backend),
-        "--tokenizer": _kind("huggingface_auto", model=tokenizer or model),
-        "--data": data,
+        "--profile": _kind("concurrent", streams=streams),
+        "--constraint": _kind("max_requests", count=max_requests),
+        "--backend": _kind("openai_http", target=url, model=model, extras={"body": body}, max_tokens=max_tokens),
+        "--tokenizer": _kind("huggingface_auto", model=tokenizer),
+        "--data": _kind("json_file", path=str(dataset)),
         "--seed": _kind("static", value=seed),
-        "--output": _kind("json", path=str(output)),
+        "--output": _kind("json", path=str(report)),
     }
     arguments = [part for option in options.items() for part in option]
-    end = ["--disable-console-interactive", *map(str, extra)]
-    return [str(guidellm or "guidellm"), "run", *load, *arguments, *end]
+    return [find_executable("guidellm"), "run", *arguments, "--disable-console-interactive"]
 
 
-def read_report(path: str | os.PathLike) -> pd.DataFrame:
-    """Read the JSON report of guidellm run, a row for each load: concurrency or rate, errors, columns of `performance`.
-    Errors: ValueError for another file, or a load in which nothing was answered."""
-    report = read_object(path)
-    if "benchmarks" not in report:
-        raise ValueError(f"{path}: has no benchmarks; give the JSON report of guidellm run, version 0.8")
-    rows = []
-    for load in report["benchmarks"]:
-        replies, strategy = replies_of(load), load["config"]["strategy"]
-        failed = len(load["requests"]["errored"] or []) + len(load["requests"]["incomplete"] or [])
-        if not replies:
-            raise ValueError(f"{path}: none of {failed} requests was answered in the load {strategy.get('type_')!r}")
-        row = dict(concurrency=strategy.get("streams"), rate=strategy.get("rate"), errors=failed)
-        rows.append(row | performance(replies, load["duration"]))
-    return pd.DataFrame(rows)
+def run_guidellm(command: list[str], report: Path, requests: int) -> dict[str, Any]:
+    """Run a command of `guidellm_command`, at most an hour, and read the benchmark of its report. Errors: RuntimeError
+    with its output, or where not all of so many `requests` were answered; ValueError for a file that is no report."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=3600, stdin=subprocess.DEVNULL)
+    if done.returncode:
+        raise RuntimeError(
+            f"{' '.join(command[:2])} ended with code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
+        )
+    found = read_object(report)
+    if "benchmarks" not in found:
+        raise ValueError(f"{report}: has no benchmarks; is guidellm of version 0.8?")
+    benchmark = found["benchmarks"][0]
+    answered, failed = (len(benchmark["requests"][name] or []) for name in ("successful", "errored"))
+    if failed or answered < requests:
+        raise RuntimeError(
+            f"guidellm: {requests} requests were to be sent, {answered} were answered, {failed} have failed; numbers "
+            "without them would be of other prompts. Use load='requests', which names a prompt that the server refuses"
+        )
+    return benchmark
 
 
-def replies_of(load: dict[str, Any], domain: str = "all") -> list[Reply]:
-    """The completed requests of one of a report's benchmarks. Its count of iterations is not that of the engine's
-    steps, so it is left out."""
+def replies_of(benchmark: dict[str, Any], domain: str = "all") -> list[Reply]:
+    """The completed requests of a report's benchmark. Its count of iterations is not that of the engine's steps, so it
+    is left out."""
     return [
         Reply(
             domain,
@@ -122,19 +95,5 @@ def replies_of(load: dict[str, Any], domain: str = "all") -> list[Reply]:
             text=r["output"] or "",
             finish_reason="unknown",
         )
-        for r in load["requests"]["successful"]
+        for r in benchmark["requests"]["successful"]
     ]
-
-
-def run_guidellm(command: Sequence[str]) -> pd.DataFrame:
-    """Run a command of `guidellm_command`, at most an hour, and read its report. Errors: FileNotFoundError where it is
-    not installed; RuntimeError with its output."""
-    command = list(command)
-    if os.sep not in command[0]:
-        command[0] = find_executable("guidellm")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=3600, stdin=subprocess.DEVNULL)
-    if done.returncode:
-        raise RuntimeError(
-            f"{' '.join(command[:2])} ended with code {done.returncode}:\n{(done.stdout + done.stderr)[-3000:]}"
-        )
-    return read_report(json.loads(command[command.index("--output") + 1])["path"])

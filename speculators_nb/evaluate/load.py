@@ -4,6 +4,7 @@ What the server counted for each gives throughput, latency and acceptance by dom
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ class Reply:
     domain: str
     seconds: float = 0.0  # from asking to the end
     first: float = float("nan")  # to the first token
+    prompt_tokens: int | None = None  # read; None: not told
     tokens: int = 0  # written
     pieces: int = 0  # in which they came
     token_ids: list = field(default_factory=list)  # empty where the server does not tell
@@ -65,7 +67,9 @@ def ask(
     start = time.perf_counter()
     for piece in endpoint.stream(path, body):
         now = time.perf_counter() - start
-        reply.tokens = (piece.get("usage") or {}).get("completion_tokens", reply.tokens)
+        usage = piece.get("usage") or {}
+        reply.tokens = usage.get("completion_tokens", reply.tokens)
+        reply.prompt_tokens = usage.get("prompt_tokens", reply.prompt_tokens)
         if found := request_counts(piece, reply.tokens):
             reply.counts, reply.step_proposed, reply.step_accepted = found
         for choice in piece.get("choices") or []:
@@ -92,16 +96,12 @@ class Load:
     "What a number of requests took."
 
     concurrency: int  # requests at once
-    replies: list[Reply]  # in the order of the prompts
+    replies: list[Reply]
+    numbers: Sequence[int | None]  # of the prompt of each reply; None: not known
     seconds: dict[str, float]  # of all requests of a domain; one at a time: no counter reads
     counts: dict[str, dict]  # domain -> what the server counted, as in `read_counters`
     k: int  # tokens that the server drafts; 0: none
     refused: dict[int, str] = field(default_factory=dict)  # prompt -> why it has no reply
-
-    @property
-    def numbers(self) -> list[int]:  # of the prompt of each reply
-        n = len(self.replies) + len(self.refused)
-        return [i for i in range(n) if i not in self.refused]
 
 
 def run_load(
@@ -120,7 +120,9 @@ def run_load(
     out and named. Errors: EndpointError of the first other failure, or where none is taken; MetricsError."""
     model = model or endpoint.models()[0]
     salt = uuid.uuid4().hex
-    hello = Prompt("warm", messages=[{"role": "user", "content": "Hello."}])
+    hello = Prompt("warm", text="Hello.")
+    if any(prompt.messages for prompt in prompts):  # which a model without a template refuses
+        hello = Prompt("warm", messages=[{"role": "user", "content": "Hello."}])
     ask(endpoint, model, hello, 4, salt=salt)  # unmeasured: the first request is slower
     meter = Meter(endpoint)
     replies: dict[int, Reply] = {}
@@ -165,8 +167,8 @@ def run_load(
                 counts[domain] = sum_counts([r.counts for r in own if r.counts is not None])
             else:
                 counts[domain] = meter.stop(len(own), sum(r.tokens for r in own))
-    answered = [replies[i] for i in sorted(replies)]
-    return Load(concurrency, answered, seconds, counts, meter.k, refused)
+    numbers = sorted(replies)
+    return Load(concurrency, [replies[i] for i in numbers], numbers, seconds, counts, meter.k, refused)
 
 
 def sum_counts(counts: list[dict[str, Any]]) -> dict[str, Any]:

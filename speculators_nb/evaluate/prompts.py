@@ -195,6 +195,12 @@ def _rows(source) -> Iterator[Any]:
 def _prompts_of(source, domain: str, unfilled: Counter) -> Iterator[Prompt]:
     "The prompts of one source, as they are needed."
     where = source if isinstance(source, (str, Path)) else domain
+    if where is source and (Path(source) / "data_config.json").is_file():
+        log.warning(
+            "%s: no question of it is held out (prepare with val_fraction), so a drafter may have been trained on it, "
+            "and more of its tokens are accepted here than on other questions",
+            where,
+        )
     for i, row in enumerate(_rows(source)):
         try:
             prompt = prompt_of(row, domain)
@@ -227,6 +233,9 @@ def read_prompts(
     unfilled: Counter[str] = Counter()
     parts = (p for d, source in sources_of(data) for p in _prompts_of(source, d, unfilled))
     found = list(islice(_limited(parts, limit), first))
+    if len({prompt.domain for prompt in found}) > 1:
+        for prompt in found:  # a row without a domain beside others; "all" is all of them
+            prompt.domain = "other" if prompt.domain == "all" else prompt.domain
     for where, n in unfilled.items():
         log.warning(
             "%s: %d prompts hold no text but a notice that it must be fetched, and are left out; run the data set's "

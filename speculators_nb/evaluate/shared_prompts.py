@@ -132,6 +132,7 @@ def _from_json(prompt, answers):
 SAME = (  # options that decide what is measured
     *("method", "k", "temperature", "top_p", "top_k", "min_p", "max_samples"),
     *("max_new_tokens", "ngram", "baseline", "as_engine", "rule", "seed"),
+    *("device", "attn_implementation", "kv_cache"),  # the times, if not the text
 )
 
 

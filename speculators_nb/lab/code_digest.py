@@ -15,9 +15,14 @@ def _packages(own):
     return (getattr(own, "__module__", None) or "").partition(".")[0]
 
 
+PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype)
+
+
 def _of_code(code: CodeType, scope: Mapping, home: str, seen: tuple) -> list:
     "Bytecode, constants, names, and the values of names that are of the same package."
-    constants = [_of_code(c, scope, home, seen) if isinstance(c, CodeType) else repr(c) for c in code.co_consts]
+    constants = [
+        _of_code(c, scope, home, seen) if isinstance(c, CodeType) else _described(c, home, seen) for c in code.co_consts
+    ]
     values = [_described(scope[n], home, seen) for n in code.co_names if n in scope]
     return [code.co_code.hex(), constants, list(code.co_names), values]
 
@@ -36,16 +41,13 @@ def _of_function(function: FunctionType, home: str, seen: tuple) -> list:
 
 
 def _of_class(own: type, home: str, seen: tuple) -> list:
-    "A class with its functions and plain values, and its bases of the same package."
+    "A class with its functions and values, and its bases of the same package."
     members = {}
     for name, value in sorted(vars(own).items()):
         if name.endswith("_cached_value"):
             continue  # transformers keeps on the class what it found out about it
         function = getattr(value, "__func__", getattr(value, "fget", value))
-        plain = isinstance(value, (str, int, float, bool, tuple, list, dict, type(None)))
-        if (plain and not name.startswith("__")) or (
-            isinstance(function, FunctionType) and _packages(function) == home
-        ):
+        if not name.startswith("__") or (isinstance(function, FunctionType) and _packages(function) == home):
             members[name] = _described(function, home, seen)
     return [own.__qualname__, members, [_described(b, home, seen) for b in own.__bases__]]
 
@@ -59,6 +61,8 @@ def _described(value: Any, home: str, seen: tuple = ()) -> Any:
         return [str(value.dtype), value.detach().cpu().tolist()]
     if isinstance(value, Mapping):
         return [[str(k), _described(v, home, seen)] for k, v in value.items()]
+    if isinstance(value, (set, frozenset)):
+        return sorted(json.dumps(_described(v, home, seen)) for v in value)  # each process has another order
     if isinstance(value, (list, tuple)):
         return [_described(v, home, seen) for v in value]
     if isinstance(value, (type, FunctionType)) and _packages(value) == home:
@@ -67,8 +71,7 @@ def _described(value: Any, home: str, seen: tuple = ()) -> Any:
         return _of_function(value, home, seen)
     if name := getattr(value, "__qualname__", getattr(value, "__name__", None)):
         return f"{getattr(value, '__module__', '')}.{name}"
-    plain = isinstance(value, (str, int, float, bool, type(None)))
-    return repr(value) if plain else type(value).__qualname__
+    return repr(value) if isinstance(value, PLAIN) else type(value).__qualname__
 
 
 def code_digest(value: Any) -> str:

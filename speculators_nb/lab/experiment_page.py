@@ -4,13 +4,15 @@ debugger. One file, no library, no network."""
 
 import json
 import os
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import pandas as pd
 from transformers import AutoTokenizer
 
+from ..core.provenance import read_provenance
 from ..decode.generate import Generation, generate
 from ..models.base import SpeculatorModel
 from ..report.page import Section, page_html, write_page
@@ -19,7 +21,7 @@ from ..widgets.widget import embed
 from .experiment import heldout_setting
 from .grid import Experiment, Measured, read_experiment, read_run
 from .paired import KEYS, LENGTH, measures, results_table
-from .shipped import read_corpus, shipped_data
+from .shipped import shipped_data
 
 
 def debugger_line(*folders: str, prompt: int | None = None) -> str:
@@ -50,21 +52,37 @@ def curves(found: Experiment) -> list[dict]:
     ]
 
 
-def debug_runs(*folders: str | os.PathLike, prompt: int = 0) -> Debugger:
-    """Step through what the drafters of finished runs write to one held-out prompt, as numbered in `counts`, greedily.
-    Errors: FileNotFoundError for a folder without a finished run, ValueError for a prompt that is none, and for a
-    drafter of a class that is not imported."""
+class MeasuredOn(NamedTuple):
+    "What the runs of an experiment were measured on."
+
+    verifier: str | None  # folder or hub id; None: the shipped one, where it is now
+    heldout: str | None  # prompts; None: the shipped ones
+    measured: Measured
+
+    @classmethod
+    def of(cls, folder: Path) -> "MeasuredOn":
+        "By the record of a run."
+        record = read_provenance(folder)
+        given = record.get("arguments", {})
+        heldout, measured = given.get("heldout"), Measured(**given.get("measured", {}))
+        return cls(record["inputs"]["verifier"]["path"] if heldout else None, heldout, measured)
+
+
+def decoded_runs(folders: Sequence[str | os.PathLike], prompt: int) -> tuple[Debugger, str]:
+    "As `debug_runs`, and the text of the prompt."
     if not folders:
         raise ValueError("folders=(): is empty; name the folder of a run")
-    verifier = shipped_data() / "tiny-verifier"  # where it is now
+    runs = {folder: read_run(Path(folder)) for folder in folders}
+    about = MeasuredOn.of(Path(folders[0]))
+    verifier = about.verifier or shipped_data() / "tiny-verifier"
     drafters, lengths = {}, {}
-    for folder in folders:
-        row, counts = read_run(Path(folder))
+    for folder, (row, counts) in runs.items():
         name = f"{row['setting']}, seed {row['seed']}"
         name = f"{name} ({Path(folder).name})" if name in drafters else name
         drafters[name] = SpeculatorModel.from_pretrained(Path(folder) / "drafter", verifier=verifier).drafter()
         lengths[name] = int(counts.k.max())
-    setting = heldout_setting(drafters, None)
+    n = about.measured.n_prompts if about.heldout else None
+    setting = heldout_setting(drafters, n, verifier=about.verifier, heldout=about.heldout)
     if not 0 <= prompt < len(setting.prompts):
         raise ValueError(f"prompt={prompt}: is not held out; give one of 0 to {len(setting.prompts) - 1}")
     answers = {}
@@ -73,13 +91,21 @@ def debug_runs(*folders: str | os.PathLike, prompt: int = 0) -> Debugger:
             setting.verifier,
             drafter,
             setting.prompts[prompt],
-            max_new_tokens=Measured().max_new_tokens,
+            max_new_tokens=about.measured.max_new_tokens,
             k=lengths[name],
             eos_token_ids=setting.eos_token_ids,
             record=5,
         )
         answers[name] = cast(Generation, answer)
-    return debug(answers, AutoTokenizer.from_pretrained(verifier))
+    tokenizer = AutoTokenizer.from_pretrained(verifier)
+    return debug(answers, tokenizer), tokenizer.decode(setting.prompts[prompt], skip_special_tokens=True)
+
+
+def debug_runs(*folders: str | os.PathLike, prompt: int = 0) -> Debugger:
+    """Step through what the drafters of finished runs of an experiment write to one held-out prompt, as numbered in
+    `counts`, greedily. Errors: FileNotFoundError for a folder without a finished run, ValueError for a prompt that is
+    none, and for a drafter of a class that is not imported."""
+    return decoded_runs(folders, prompt)[0]
 
 
 def best_and_worst(found: Experiment) -> tuple[list[tuple[str, int]], int]:
@@ -102,14 +128,13 @@ def debugger_section(found: Experiment) -> Section:
     named = [f"{name}, seed {seed}: {lengths[name, seed]:.2f}" for name, seed in runs]
     heading = "Step by step"
     try:
-        widget = debug_runs(*folders, prompt=prompt)
+        widget, question = decoded_runs(folders, prompt)
     except (OSError, ValueError) as e:
         return Section(heading, f"The runs cannot be decoded again here. {e}")
-    question = read_corpus(shipped_data() / "corpus/heldout.jsonl")[prompt]["messages"][0]
     line = debugger_line(*folders, prompt=prompt)
     html = (
         '<blockquote style="white-space:pre-line">'
-        f"{escape(question['content'])}</blockquote>{embed(widget)}"
+        f"{escape(question)}</blockquote>{embed(widget)}"
         f"<p>The same in a notebook:</p><pre tabindex=0>{IMPORT}\n{escape(line)}</pre>"
     )
     return Section(heading, STEPS.format("; ".join(named)), html=html)

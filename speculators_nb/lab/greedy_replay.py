@@ -86,16 +86,3 @@ def replay(drafter: Drafter, answer: Answer, k: int) -> Generation:
         n += len(new)
     full = len(answer.tokens) == answer.limit
     return Generation(answer.prompt, answer.tokens, steps, "length" if full else "stop")
-
-
-@torch.inference_mode()
-def accepted_along(drafter: Drafter, answer: Answer, k: int) -> list[int]:
-    """How many tokens of a draft of k, at most `beyond`, would be accepted if a step began with a token, for each of
-    the answer's but the first. The drafter reads all layers of the answer's states."""
-    drafter.reset()
-    known = [*answer.prompt, *answer.tokens, *answer.following]
-    tokens, first, accepted = torch.tensor(known), len(answer.prompt) + 1, []
-    for n in range(first, first + len(answer.tokens) - 1):
-        read = 0 if n == first else n - 2
-        accepted.append(common_prefix(_draft(drafter, answer, tokens, n, read, k), known[n:]))
-    return accepted

@@ -43,7 +43,7 @@ from ..models.base import SpeculatorModel
 from ..nn.losses import LOSSES, RowLoss, parse_loss, register_loss
 from ..nn.supervision import LOSS_WEIGHTS, LossWeight, register_loss_weight
 from ..train.train_drafter import train_drafter
-from ..verifier.identity import same_weights
+from ..verifier.identity import fingerprint, same_weights
 from .code_digest import code_digest
 from .experiment import HeldoutSetting, heldout_setting, settings, shipped_features, train_on_shipped
 from .greedy_replay import Answer, greedy_answers, greedy_texts, replay
@@ -170,9 +170,10 @@ class Run(NamedTuple):
         return f"{self.setting}, seed {self.seed}"
 
 
-def written_once(setting: HeldoutSetting, max_new_tokens: int, verifier: str | None, file: Path) -> list[list[int]]:
+def written_once(setting: HeldoutSetting, max_new_tokens: int, file: Path) -> list[list[int]]:
     "The verifier's answers to the prompts, kept in a file: they are the same for every run and worker."
-    request = dict(verifier=verifier, prompts=setting.prompts, max_new_tokens=max_new_tokens)
+    request = dict(verifier=fingerprint(setting.verifier.model), eos_token_ids=sorted(setting.eos_token_ids))
+    request |= dict(prompts=setting.prompts, max_new_tokens=max_new_tokens)
     with FileLock(file.with_name(f".{file.name}.lock")):
         kept = read_object(file) if file.is_file() else {}
         if request.items() <= kept.items():
@@ -190,7 +191,7 @@ def _answers(
     reads = type("Reads", (), {"aux_layer_ids": layers})
     setting = heldout_setting({"any": reads}, measured.n_prompts, verifier=subject.verifier, heldout=subject.heldout)
     limit, beyond = measured.max_new_tokens, max(measured.draft_lengths)
-    texts = written_once(setting, limit, subject.verifier, kept)
+    texts = written_once(setting, limit, kept)
     answers = greedy_answers(setting.verifier, setting.prompts, limit, beyond=beyond, texts=texts)
     return answers, setting.domains
 
@@ -458,9 +459,15 @@ def planned(
     if seeds < 1:
         raise ValueError(f"seeds={seeds}: must be at least 1")
     for algorithm, own in contenders.values():
-        check_options(dict(algorithm=algorithm, k=k, n_prompts=measured.n_prompts) | args | own)
+        check_options(dict(algorithm=algorithm, k=k) | args | own)
+    limit = measured.max_new_tokens
+    check_options(dict(n_prompts=measured.n_prompts, max_new_tokens=limit))
     for length in measured.draft_lengths:
         check_options(dict(k=length))
+        if limit < length + 2:  # the first token comes with the prompt, the last one from the verifier
+            raise ValueError(
+                f"max_new_tokens={limit}: no step of such an answer drafts {length} tokens; give at least {length + 2}"
+            )
     if taken := {"seed", "overwrite", "output_dir"} & {
         name for own in (args, *(own for _, own in contenders.values())) for name in own
     }:

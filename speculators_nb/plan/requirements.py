@@ -151,16 +151,21 @@ class Amount(NamedTuple):
 
 
 def amount_of_data(
-    folder: str | os.PathLike | None, most: int | None, conversations: int | None, tokens_each: int
+    folder: str | os.PathLike | None,
+    most: int | None,
+    conversations: int | None,
+    expected: int | None,
+    tokens_each: int,
 ) -> Amount:
-    """Count the rows of a prepared folder, at most so many, or assume some where it is not there, or they are given:
-    `conversations`, else `most`, else 50,000, of `tokens_each`."""
+    """Count the rows of a prepared folder, at most so many (a conversation may have several), or assume one a
+    conversation where it is not there, or they are given: `conversations`, else `expected`, else 50,000, of
+    `tokens_each`."""
     place = Path(folder or "")
     if conversations is None and folder and (place / "dataset_info.json").is_file():
         prepared = load_prepared(place)
         tokens = int(prepared.lengths[:most].sum())
         return Amount(len(prepared.lengths[:most]), tokens, True, float(prepared.trained[:most].sum() / max(1, tokens)))
-    rows = conversations or most or 50_000
+    rows = conversations or expected or 50_000
     return Amount(rows, rows * tokens_each, False)
 
 
@@ -418,7 +423,8 @@ def requirements(
     first = dict(train or {}) | dict(write or {})
     info = VerifierInfo.of(verifier or first.get("verifier") or "")
     source = write["data"] if write else first.get("data_dir")
-    data = amount_of_data(source, conversations_of(sections), conversations, tokens_each)
+    most = write.get("max_samples") if write else None
+    data = amount_of_data(source, most, conversations, conversations_of(sections), tokens_each)
     need = other = training = None
     if write:
         states, dtype = len(write.get("aux_layer_ids") or range(3)) + 1, write["dtype"]

@@ -202,10 +202,11 @@ def plot_domains(table: pd.DataFrame) -> Figure:
     fig, ax = new_axes(5.5, 1.1 + 0.28 * len(top))
     whole = max(int(table["tokens"].sum()), 1)
     trained, context = top["trained"] / whole, (top["tokens"] - top["trained"]) / whole
-    ax.barh(top.index, 100 * trained, color=COLOURS["trained"], label="trained")
-    ax.barh(top.index, 100 * context, left=100 * trained, color=COLOURS["context"], label="context")
+    names = [str(name).replace("$", r"\$") for name in top.index]  # no formula
+    ax.barh(names, 100 * trained, color=COLOURS["trained"], label="trained")
+    ax.barh(names, 100 * context, left=100 * trained, color=COLOURS["context"], label="context")
     ax.set(xlabel="% of all tokens")
-    most = table["trained"].idxmax()
+    most = str(table["trained"].idxmax()).replace("$", r"\$")
     share = table["trained"].max() / max(int(table["trained"].sum()), 1)
     ax.set_title(f"{most} is {share:.0%} of what is trained", loc="left")
     fig.legend(loc="outside lower center", ncols=2, frameon=False)

@@ -2,7 +2,7 @@
 With intervals, what vLLM says, and the digest of every input."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,27 +13,26 @@ from matplotlib.figure import Figure
 
 from ..core.files import read_object
 from ..core.plot import new_axes, plot_loss
-from ..core.provenance import RECORDS, provenance_path, versions
+from ..core.provenance import RECORDS, provenance_path
 from ..data.prepared_folder import load_prepared
 from .data_report import left_out
 from .page import Section, page_html, write_page
 
 
-ACCURACY = re.compile(r"eval_(?:full_acc|acc|accept)_(\d+)$")
+ACCURACY = re.compile(r"eval_(full_acc|acc|accept|position)_(\d+)(_acc)?$")
 
 
 def plot_accuracy(log: pd.DataFrame) -> Figure | None:
     "Held-out accuracy at each drafted position against steps, from a Trainer's log; None: it has no accuracy."
-    names = [c for c in map(str, log) if ACCURACY.search(c)]
-    kinds = dict.fromkeys(c.rpartition("_")[0] for c in names)  # the first of several
-    names = [c for c in names if c.rpartition("_")[0] == next(iter(kinds))]
+    matches = [m for m in map(ACCURACY.match, map(str, log)) if m]
+    first_kind = [m for m in matches if m[1] == matches[0][1]]  # where there are several
+    names = [m[0] for m in sorted(first_kind, key=lambda m: int(m[2]))]
     rows = log.dropna(subset=names) if names else log[:0]
     if not len(rows):
         return None
     fig, ax = new_axes()
     plt.close(fig)
-    for name in names:
-        position = int(name.rpartition("_")[2]) + 1
+    for position, name in enumerate(names, 1):  # a block's slot 0 is no draft token, and has no accuracy
         ax.plot(rows["step"], rows[name], marker="o", label=f"position {position}")
     ax.set(xlabel="step", ylabel="accuracy on held-out rows", ylim=(0, None))
     ax.set_title(f"Position 1 ends at {rows[names[0]].iloc[-1]:.0%}", loc="left")
@@ -88,9 +87,12 @@ def evaluation_section(name: str, folder: Path) -> Section:
         "summary": "Mean acceptance length",
         "positions": "Acceptance at each position",
         "performance": "Throughput and latency",
+        "skipped": "Prompts that were not measured",
     }
     files = {c: folder / f"{n}.csv" for n, c in captions.items()}
-    tables = {c: pd.read_csv(file) for c, file in files.items() if file.is_file()}
+    # a domain may be called NA
+    plain: dict[str, Any] = dict(keep_default_na=False, na_values=[""])
+    tables = {c: pd.read_csv(file, **plain) for c, file in files.items() if file.is_file() and file.stat().st_size > 1}
     tables = {c: readable(table) for c, table in tables.items() if len(table)}
     pictures = ("acceptance", "speed")
     figures = {n: folder / f"{n}.png" for n in pictures if (folder / f"{n}.png").is_file()}
@@ -110,17 +112,28 @@ def _stages_table(stages):
     return pd.DataFrame(rows)
 
 
+def _record_of(stage: Mapping[str, Any]) -> Mapping[str, Any]:
+    "What the output of a stage says of its making; without one what the run has noted."
+    output = stage.get("output")
+    files = [provenance_path(output), Path(output) / RECORDS[1]] if output else []
+    return next((read_object(f) for f in files if f.is_file()), stage)
+
+
 def _inputs_table(stages):
     "What each stage has read, by its digest."
     rows = []
     for name, stage in stages.items():
-        output = stage.get("output")
-        files = [provenance_path(output), Path(output) / RECORDS[1]] if output else []
-        record = next((read_object(f) for f in files if f.is_file()), stage)
-        for role, found in record.get("inputs", {}).items():
+        for role, found in _record_of(stage).get("inputs", {}).items():
             digest = found.get("sha256") or found.get("commit") or ""
             rows.append((name, role, found["path"], digest[:16]))
     return pd.DataFrame(rows, columns=["stage", "input", "path", "digest"])
+
+
+def _versions_table(stages):
+    "The commit and the packages that each stage was made with, which need not be those of today."
+    made = {name: _record_of(stage).get("reproducibility") for name, stage in stages.items()}
+    rows = {name: {"commit": m["git_commit"]} | m["package_versions"] for name, m in made.items() if m}
+    return pd.DataFrame.from_dict(rows, orient="index")
 
 
 def _section_of(name, stage) -> Section | None:
@@ -140,17 +153,18 @@ def _section_of(name, stage) -> Section | None:
     return None
 
 
-def write_run_report(folder: str | PathLike) -> Path:
-    """Write report.html, the page of a run, into its folder, which has its run.json. OSError, ValueError: a file of a
-    stage that cannot be read."""
+def write_run_report(folder: str | PathLike, names: Sequence[str]) -> Path:
+    """Write report.html, the page of a run, into its folder, which has its run.json. `names`: the stages of the recipe,
+    in order; others that were in it before are left out. OSError, ValueError: a file of a stage that cannot be read."""
     folder = Path(folder)
-    stages: dict[str, dict[str, Any]] = read_object(folder / "run.json")["stages"]
+    known: dict[str, dict[str, Any]] = read_object(folder / "run.json")["stages"]
+    stages = {name: known[name] for name in names if name in known}
     found = {name: _section_of(name, stage) for name, stage in stages.items()}
     sections = [
         Section("Stages", "", {"In the order of the recipe": _stages_table(stages)}),
         *(section for section in found.values() if section is not None),
         Section("Inputs", "", {"What each stage has read": _inputs_table(stages)}),
-        Section("Versions", ", ".join(f"{p} {v}" for p, v in versions().items()) + "."),
+        Section("Versions", "", {"What each stage was made with": _versions_table(stages)}),
     ]
     given = [s["arguments"] for s in stages.values() if "arguments" in s]
     facts = {field: next((a[field] for a in given if a.get(field)), None) for field in ("verifier", "algorithm")}
@@ -158,5 +172,5 @@ def write_run_report(folder: str | PathLike) -> Path:
     bad = [name for name, s in stages.items() if s.get("code")]
     warnings = [f"{name}: {stages[name].get('skipped') or 'has not finished'}" for name in left]
     warnings += [f"{name}: has findings" for name in bad]
-    known = {k: v for k, v in facts.items() if v is not None}
-    return write_page(folder / "report.html", page_html("A run", sections, known, warnings))
+    facts = {k: v for k, v in facts.items() if v is not None}
+    return write_page(folder / "report.html", page_html("A run", sections, facts, warnings))

@@ -8,6 +8,7 @@ __all__ = ['proposal_tree', 'rejected_nodes', 'worst_rejections', 'run_state', '
 
 # %% ../../nbs/widgets/05_debugger.ipynb #b2f00003
 from collections.abc import Iterator, Mapping
+from html import escape
 from typing import Any
 
 import pandas as pd
@@ -129,9 +130,8 @@ class Debugger(Widget):
             table = worst_rejections(g, 5)
             table["token"] = [repr(self.decode(t)) for t in table["token"]]
             table["step"] += 1
-            parts.append(
-                f"<p>{name}: {len(g.steps)} steps</p>{Trace(g, self.decode)._repr_html_()}"
-            )
+            parts.append(f"<p>{escape(name)}: {len(g.steps)} steps</p>")
+            parts.append(Trace(g, self.decode)._repr_html_())
             parts.append(table.drop(columns="node").round(3).to_html(border=0, index=False))
         return "".join(parts)
 

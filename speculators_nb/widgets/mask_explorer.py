@@ -13,6 +13,7 @@ import base64
 import io
 from collections.abc import Collection, Iterable
 from functools import lru_cache
+from html import escape
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -312,7 +313,7 @@ class MaskExplorer(Widget):
         figure.savefig(buffer, format="png", dpi=80, bbox_inches="tight")
         plt.close(figure)
         data = base64.b64encode(buffer.getvalue()).decode()
-        words = ", ".join(clauses(mask))
+        words = escape(", ".join(clauses(mask)))
         return f'<img alt="mask: {words}" src="data:image/png;base64,{data}">'
 
 

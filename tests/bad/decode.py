@@ -20,7 +20,6 @@ from speculators_nb.evaluate.calibration import expected_calibration_error, reli
 from speculators_nb.evaluate.comparison import compare_runs, evaluate_as_engine
 from speculators_nb.evaluate.cost import draft_cost, verifier_cost
 from speculators_nb.evaluate.engine import EngineEvaluation, evaluate_engine
-from speculators_nb.evaluate.guidellm import guidellm_command, read_report
 from speculators_nb.evaluate.prompts import UNFILLED, read_prompts
 from speculators_nb.evaluate.speedup import (
     batch_verify,
@@ -360,22 +359,6 @@ MEASURES = {
         "temperature=inf: must be finite",
     ),
     "speedups: costs too few": (lambda: speedups([1, 1.5], 0.1, [1]), "verify has 1 costs for 2 lengths"),
-    "guidellm_command: twice": (
-        lambda: guidellm_command("http://a", "o", "m", streams=1, rate=2.0, max_requests=1),
-        "streams=1, rate=2.0: give one of them",
-    ),
-    "guidellm_command: without end": (
-        lambda: guidellm_command("http://a", "o", "m"),
-        "max_requests and max_seconds are None",
-    ),
-    "guidellm_command: no rate": (
-        lambda: guidellm_command("http://a", "o", "m", streams=None, rate=0.0, max_requests=1),
-        "rate=0.0: must be greater than 0",
-    ),
-    "guidellm_command: no address": (
-        lambda: guidellm_command("a", "o", "m", max_requests=1),
-        "url='a': is no address of a server",
-    ),
     "serve_command: a port": (lambda: serve_command(GOOD["drafter"], port=0), "port=0: must be at least 1"),
     "serve_command: a host": (lambda: serve_command(GOOD["drafter"], host=""), "host='': is empty"),
     "serve_command: a key for all to read": (
@@ -435,16 +418,6 @@ FILES = {  # files in a folder, what is done with it, what must be answered
         {**SETTINGS, "settings.json": "[]"},
         EngineEvaluation.read,
         "settings.json: holds a list",
-    ),
-    "read_report: cut off": (
-        {"r.json": '{"benchmarks": '},
-        lambda f: read_report(f / "r.json"),
-        "r.json: not JSON .*probably cut off",
-    ),
-    "read_report: another file": (
-        {"r.json": "{}"},
-        lambda f: read_report(f / "r.json"),
-        "r.json: has no benchmarks; give the JSON report",
     ),
     "read_prompts: nothing in it": (
         {"p.jsonl": ""},
