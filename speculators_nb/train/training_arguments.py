@@ -211,6 +211,8 @@ class SpeculatorTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = False
     report_to: str | list[str] = "none"
     ddp_broadcast_buffers: bool | None = False  # a drafter's buffers are constants
+    # a row without loss reaches no weights; transformers' default waits for them where layers are computed again
+    ddp_find_unused_parameters: bool | None = True
 
     def __post_init__(self):
         defaults = {f.name: f.default for f in fields(type(self))}
