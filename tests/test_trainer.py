@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from on_device import CUDA, PretendCuda, on_cuda
+from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainerState
 
@@ -369,6 +370,23 @@ def test_best_checkpoint_is_loaded_and_kept(tmp_path):
     for step in (best.idxmin(), best.index[-1]):
         state = json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
         assert state["best_model_checkpoint"] == trainer.state.best_model_checkpoint
+
+
+@pytest.mark.parametrize("save_steps, best", [(2, 4), (4, 4), (1, 3)])
+def test_the_best_is_one_of_those_that_were_saved(tmp_path, save_steps, best):
+    "An evaluation between two checkpoints may be better than both: its weights are gone."
+    scores = iter([5.0, 3.0, 1.0, 2.0, 4.0, 4.0, 4.0, 4.0])
+    how = dict(eval_strategy="steps", save_strategy="steps", eval_steps=1, save_steps=save_steps, max_steps=8)
+    trainer = train(
+        toy(),
+        samples(24),
+        samples(5, 1),
+        arguments(tmp_path, metric_for_best_model="score", greater_is_better=False, **how),
+        measure=lambda model: {"score": next(scores)},
+    )
+    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+    stored = load_file(tmp_path / f"checkpoint-{best}/model.safetensors")
+    assert torch.equal(trainer.model.head.weight, stored["head.weight"])
 
 
 def test_early_stopping(tmp_path):
