@@ -249,13 +249,10 @@ class SpeculatorTrainer(PackedLoaders, WholeCheckpoints):
         return one_process and self.args.device.type == "cpu"
 
     def _clip_grad_norm(self, model):
-        if not (self._by_rows or self.args.fsdp):
-            return super()._clip_grad_norm(model)
-        self.accelerator.unscale_gradients()
         return clip_gradients(model.parameters(), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model, grad_norm=None):
-        if grad_norm is None and (self._by_rows or self.args.fsdp):
+        if grad_norm is None:
             grad_norm = clip_gradients(model.parameters(), math.inf)
         return super()._get_grad_norm(model, grad_norm)
 

@@ -54,7 +54,7 @@ def same_angles_until(text: Mapping[str, Any]) -> int | None:
         if (rope.get("rope_type") or rope.get("type")) in ("dynamic", "longrope"):
             name = "original_max_position_embeddings"
             borders = rope.get(name), text.get(name), text.get("max_position_embeddings")
-            return min(border for border in borders if border)
+            return min(filter(None, borders), default=None)
     return None
 
 
