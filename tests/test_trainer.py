@@ -279,6 +279,25 @@ def test_schedules_warm_up(tmp_path, schedule):
     assert groups["muon"] == pytest.approx(0.3 * groups["adamw"])
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    "schedule, given, wrong",
+    [
+        ("cosine_with_min_lr", dict(min_lr=1e-3), "takes no 'patience'"),
+        ("reduce_lr_on_plateau", dict(patience=0, threshold=9.0), "ReduceLROnPlateau takes no 'min_lrs'"),
+        ("greedy", dict(patience=0, threshold=9.0, factor=0.5), "GreedyLR takes no 'min_lrs'"),
+    ],
+)
+def test_schedules_take_their_own_arguments(tmp_path, optimizer, schedule, given, wrong):
+    how = dict(lr_scheduler_type=schedule, lr_scheduler_kwargs=given, optimizer=optimizer, warmup_steps=0)
+    trainer = train(toy(), samples(), samples(3, 1), arguments(tmp_path, **how))
+    rates = log_table(trainer)["learning_rate"].dropna()
+    assert rates.nunique() > 1 and rates.min() >= 1e-3
+    key = "patience" if schedule == "cosine_with_min_lr" else "min_lrs"
+    with pytest.raises(ValueError, match=wrong):
+        arguments(tmp_path, **how | dict(lr_scheduler_kwargs={key: 1}))
+
+
 def test_gradients_are_clipped(tmp_path):
     class Norm(TrainerCallback):
         norms = []
