@@ -224,8 +224,8 @@ def stored(tmp_path_factory):
 @pytest.mark.parametrize(
     "field, value",
     [
-        *(("use_dora", True), ("use_rslora", True), ("bias", "all"), ("peft_type", "IA3"), ("alpha_pattern", {"fc": 2})),
-        ("init_lora_weights", "pissa"),
+        *(("use_dora", True), ("use_rslora", True), ("bias", "all"), ("peft_type", "IA3")),
+        *(("alpha_pattern", {"fc": 2}), ("init_lora_weights", "pissa")),
     ],
 )
 def test_what_peft_computes_otherwise_is_refused(tmp_path, stored, field, value):

@@ -133,7 +133,8 @@ OTHERWISE = (
     *("use_dora", "use_rslora", "fan_in_fan_out", "rank_pattern", "alpha_pattern"),
     *("modules_to_save", "layer_replication", "trainable_token_indices"),
 )
-STARTS = (None, True, "gaussian", "orthogonal", "eva")  # of A and B; the others change W as well
+# ways to begin A and B; the others change W as well
+STARTS = (None, True, "gaussian", "orthogonal", "eva")
 
 
 def adapter_tensors(
