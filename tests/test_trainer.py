@@ -408,6 +408,23 @@ def test_the_best_is_one_of_those_that_were_saved(tmp_path, save_steps, best):
     assert torch.equal(trainer.model.head.weight, stored["head.weight"])
 
 
+@pytest.mark.parametrize(
+    "held_out, best, names", [(samples(3, 1), "accept_0", "acc, loss"), ({"a": samples(3, 1)}, None, "a_acc, a_loss")]
+)
+def test_a_best_that_no_evaluation_has_is_refused_before_the_first_step(tmp_path, held_out, best, names):
+    with pytest.raises(ValueError, match=f"metric_for_best_model='{best or 'loss'}': .*; choose from {names}$"):
+        train(toy(), samples(), held_out, arguments(tmp_path, metric_for_best_model=best))
+    assert not (tmp_path / "run.json").exists()
+    plain = train(toy(), samples(), samples(3, 1), arguments(tmp_path / "a"), noise=0.5)
+    train(toy(), samples(), {"a": samples(3, 1)}, arguments(tmp_path / "b", metric_for_best_model="eval_a_acc"))
+    looked = arguments(tmp_path / "c", metric_for_best_model="acc", greater_is_better=True)
+    torch.manual_seed(5)
+    assert torch.equal(
+        torch.tensor(log_table(train(toy(), samples(), samples(3, 1), looked, noise=0.5))["loss"].dropna().to_numpy()),
+        torch.tensor(log_table(plain)["loss"].dropna().to_numpy()),
+    )
+
+
 def test_early_stopping(tmp_path):
     trainer = train(
         toy(),
