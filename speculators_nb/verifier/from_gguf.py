@@ -236,7 +236,7 @@ def save_verifier(
 ) -> Path:  # the folder
     """Turn a GGUF file into a folder that every command takes as --verifier. Errors:
     FileNotFoundError, FileExistsError; ImportError: the package gguf is missing; ValueError: a
-    quantisation or a model that transformers cannot read, a file cut short, a wrong hash."""
+    quantisation, a model or a scaled RoPE that cannot be read, a file cut short, a wrong hash."""
     check_options(dict(gguf=gguf, output_dir=output_dir, save_dtype=save_dtype), "from-gguf")
     folder = new_folder(output_dir)
     with tempfile.TemporaryDirectory() as temporary:
