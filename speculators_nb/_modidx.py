@@ -2299,6 +2299,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                         'speculators_nb/train/trainer.py'),
                                               'speculators_nb.train.trainer.SpeculatorTrainer._sum_over_ranks': ( 'train/trainer.html#speculatortrainer._sum_over_ranks',
                                                                                                                   'speculators_nb/train/trainer.py'),
+                                              'speculators_nb.train.trainer.SpeculatorTrainer.check_best': ( 'train/trainer.html#speculatortrainer.check_best',
+                                                                                                             'speculators_nb/train/trainer.py'),
                                               'speculators_nb.train.trainer.SpeculatorTrainer.compute_loss': ( 'train/trainer.html#speculatortrainer.compute_loss',
                                                                                                                'speculators_nb/train/trainer.py'),
                                               'speculators_nb.train.trainer.SpeculatorTrainer.create_optimizer': ( 'train/trainer.html#speculatortrainer.create_optimizer',

@@ -18,7 +18,11 @@ from speculators_nb.verifier.tapped_model import Verifier
 SMALL = dict(vocab_size=V, hidden_size=32, bos_token_id=0, eos_token_id=1, pad_token_id=0)
 NEO = dict(num_layers=N, num_heads=4, attention_types=[[["global", "local"], 2]], window_size=4)
 SCALED = dict(floor_scale=3, attn_scale=1.0, no_rope_layers=[1, 0, 1, 0], layer_types=None)
+STRETCHED = FAMILIES["llama"] | dict(max_position_embeddings=16)
+LONG = dict(short_factor=[1.0] * 4, long_factor=[2.0, 3.0, 4.0, 5.0], factor=4.0, original_max_position_embeddings=16)
 CONFIGS = {  # family and fields
+    "dynamic": ("llama", STRETCHED | dict(rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=4.0))),
+    "longrope": ("llama", STRETCHED | dict(rope_parameters=dict(rope_type="longrope", rope_theta=1e4, **LONG))),
     "bloom": ("bloom", SMALL | dict(n_layer=N, n_head=4)),
     "falcon": ("falcon", SMALL | dict(num_hidden_layers=N, num_attention_heads=4, alibi=True)),
     "mpt": ("mpt", dict(vocab_size=V, d_model=32, n_layers=N, n_heads=4, max_seq_len=128)),
@@ -104,6 +108,20 @@ def test_llama_4_scales_by_position():
         assert whole(generate(v, NoDrafter(), prompts, **options | dict(k=0))) == answers
         assert whole(generate(v, Knowing(answers, branches), prompts, **options)) == answers
         assert whole([generate(v, Knowing(answers, branches), prompts[0], **options)]) == answers[:1]
+
+
+@pytest.mark.parametrize("name", ["dynamic", "longrope"])
+def test_a_longer_row_turns_no_other(name):
+    "A RoPE that is chosen by the length of a text: neither a row beside it nor one before it decides."
+    rows, alone = [torch.arange(n) % V for n in (10, 40, 20)], []
+    for row in rows:
+        alone += states_of(verifier(name), [row], torch.float32)
+        verifier.cache_clear()
+    beside = states_of(verifier(name), rows, torch.float32)
+    after = [states_of(verifier(name), [row], torch.float32)[0] for row in rows]
+    for expected, *others in zip(alone, beside, after):
+        for other in others:
+            same(other.flatten(1), expected.flatten(1))
 
 
 def test_llama_4_in_padded_batches():

@@ -24,7 +24,7 @@ from speculators_nb.core.options import printable
 from speculators_nb.core.provenance import without_secrets
 from speculators_nb.train.train_drafter import train_drafter
 from speculators_nb.verifier.folders import foreign_model
-from speculators_nb.verifier.identity import same_weights, stored_fingerprint, trained_for_another
+from speculators_nb.verifier.identity import VerifierInfo, same_weights, trained_for_another
 
 ROOT = Path(__file__).parents[1]
 TINY = GOOD["tiny"]
@@ -360,7 +360,7 @@ def moved(tmp_path):
     config = json.loads((drafter / "config.json").read_text())
     config["speculators_config"]["verifier"]["name_or_path"] = str(verifier)
     (drafter / "config.json").write_text(json.dumps(config))
-    (drafter / "run.json").write_text(json.dumps({"verifier": stored_fingerprint(verifier)}))
+    (drafter / "run.json").write_text(json.dumps({"verifier": VerifierInfo.of(verifier).fingerprint}))
     return drafter, verifier
 
 

@@ -26,7 +26,7 @@ from speculators_nb.features.in_process import extract_features
 from speculators_nb.lab.experiment import heldout_prompts
 from speculators_nb.lab.shipped import read_corpus
 from speculators_nb.models.base import SpeculatorModel
-from speculators_nb.verifier.identity import stored_fingerprint
+from speculators_nb.verifier.identity import VerifierInfo
 from speculators_nb.verifier.tapped_model import Verifier
 
 ROOT = Path(__file__).parents[1]
@@ -138,7 +138,7 @@ def test_a_draft_vocabulary_that_is_too_small():
 
 def test_features_of_another_verifier_shift_or_layer(verifier, stored, features, tmp_path):
     everywhere = list(range(len(features)))
-    assert data.verifier_check(stored_fingerprint(TINY), TINY).state == "ok"
+    assert data.verifier_check(VerifierInfo.of(TINY).fingerprint, TINY).state == "ok"
     assert data.verifier_check("0" * 16, TINY).state == "finding"
     shares = data.offset_agreement(verifier, features, everywhere)
     assert max(shares, key=shares.get) == 1 and data.shift_check(verifier, features, everywhere).state == "ok"

@@ -1,5 +1,6 @@
 """A GGUF file becomes a folder: the same model, tokens and special ids; what cannot be read is named."""
 
+import copy
 import json
 import sys
 from pathlib import Path
@@ -72,8 +73,9 @@ def tensors_of(model):
         yield f"blk.{layer}.{NAMES[part]}.weight", w
 
 
-def write(path, model, quantisation="F32", architecture="llama", pre="smollm"):
-    "The model as a GGUF file, with the tokenizer of the tiny verifier and SmolLM2's template."
+def write(path, model, quantisation="F32", architecture="llama", pre="smollm", scaling=(), divisors=None):
+    """The model as a GGUF file, with the tokenizer of the tiny verifier and SmolLM2's template; RoPE's kind of scaling
+    and factor, or the divisors of its frequencies."""
     kind = gguf.GGMLQuantizationType[quantisation]
     tokenizer = json.loads((TINY / "tokenizer.json").read_text())
     c, writer = model.config, gguf.GGUFWriter(path, architecture)
@@ -86,6 +88,11 @@ def write(path, model, quantisation="F32", architecture="llama", pre="smollm"):
     writer.add_head_count_kv(c.num_key_value_heads)
     writer.add_layer_norm_rms_eps(c.rms_norm_eps)
     writer.add_rope_freq_base(100000.0)
+    if scaling:
+        writer.add_rope_scaling_type(scaling[0])
+        writer.add_rope_scaling_factor(scaling[1])
+    if divisors is not None:
+        writer.add_tensor("rope_freqs.weight", divisors.numpy())
     writer.add_vocab_size(c.vocab_size)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre)
@@ -125,6 +132,40 @@ def test_the_folder_is_the_model(model, folder):
     same = "hidden_size num_key_value_heads rms_norm_eps rope_parameters tie_word_embeddings max_position_embeddings"
     assert {k: config[k] for k in same.split()} == {k: model.config.to_dict()[k] for k in same.split()}
     assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+
+
+LLAMA3 = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+LINEAR = gguf.RopeScalingType.LINEAR, 4.0
+
+
+@pytest.mark.parametrize("scaled", [dict(rope_type="linear", factor=4.0), LLAMA3 | dict(factor=8.0)])
+def test_rope_stays_scaled(model, tmp_path, scaled):
+    "transformers leaves the scaling in the file: positions would be turned as those of another model."
+    config = copy.deepcopy(model.config)
+    config.rope_parameters = dict(rope_theta=100000.0) | scaled
+    long = LlamaForCausalLM(config).eval()
+    long.load_state_dict(model.state_dict())
+    divisors = model.model.rotary_emb.inv_freq / long.model.rotary_emb.inv_freq
+    how = dict(scaling=LINEAR) if scaled["rope_type"] == "linear" else dict(divisors=divisors)
+    read = Verifier.from_pretrained(save_verifier(str(write(tmp_path / "long.gguf", long, **how)), tmp_path / "long"))
+    assert read.config.rope_parameters == config.rope_parameters
+    ids = torch.randint(2048, (2, 24))
+    torch.testing.assert_close(read(ids).logits, long(ids).logits, rtol=0, atol=0)
+    assert not torch.equal(long(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    "how, found",
+    [
+        (dict(scaling=(gguf.RopeScalingType.YARN, 4.0)), "yarn"),
+        (dict(divisors=torch.linspace(1, 8, 8)), "rope_freqs.weight"),
+        (dict(scaling=LINEAR, divisors=torch.ones(8)), "linear, rope_freqs.weight"),
+    ],
+)
+def test_a_rope_that_is_not_known_is_refused(model, tmp_path, how, found):
+    file = write(tmp_path / "other.gguf", model, **how)
+    with pytest.raises(ValueError, match=rf"its RoPE is scaled \({found}\), .* take its safetensors"):
+        save_verifier(str(file), tmp_path / "other")
 
 
 def test_texts_get_the_ids_of_the_model(folder):

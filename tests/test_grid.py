@@ -37,7 +37,7 @@ from speculators_nb.lab.paired import LENGTH, differences, measures, results_tab
 from speculators_nb.lab.shipped import shipped_data
 from speculators_nb.models import base
 from speculators_nb.models.base import SpeculatorModel
-from speculators_nb.verifier.identity import stored_fingerprint
+from speculators_nb.verifier.identity import VerifierInfo
 
 # two-sided 95 % and 99 % quantiles of Student's t (Abramowitz and Stegun, table 26.10)
 TABLE = {(1, 0.95): 12.706, (2, 0.95): 4.303, (5, 0.95): 2.571, (120, 0.95): 1.980, (1, 0.99): 63.657, (9, 0.99): 3.250}
@@ -110,7 +110,8 @@ def done(monkeypatch, tmp_path):
     "Runs that train nothing: (name, how often) of what was done. Their features are the shipped verifier's, by record."
     names = []
     (tmp_path / "features").mkdir()
-    record = dict(target_model_path="elsewhere", fingerprint=stored_fingerprint(shipped_data() / "tiny-verifier"))
+    verifier = VerifierInfo.of(shipped_data() / "tiny-verifier")
+    record = dict(target_model_path="elsewhere", fingerprint=verifier.fingerprint)
     (tmp_path / "features/data_config.json").write_text(json.dumps(dict(model=record)))
 
     def do_run(run, folder, pace):

@@ -223,7 +223,10 @@ def stored(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "field, value",
-    [("use_dora", True), ("use_rslora", True), ("bias", "all"), ("peft_type", "IA3"), ("alpha_pattern", {"fc": 2})],
+    [
+        *(("use_dora", True), ("use_rslora", True), ("bias", "all"), ("peft_type", "IA3")),
+        *(("alpha_pattern", {"fc": 2}), ("init_lora_weights", "pissa")),
+    ],
 )
 def test_what_peft_computes_otherwise_is_refused(tmp_path, stored, field, value):
     shutil.copytree(stored, tmp_path, dirs_exist_ok=True)

@@ -89,6 +89,7 @@ def test_ranks_equal_one_process(runs, name):
 
 
 def test_muon_on_ranks_equals_one_process(runs):
+    "And layers that are computed again: the rank whose last row has no loss reaches none of the weights."
     check_equal(*(runs[n] / "muon/dspark-rnn" for n in (1, 2)))
 
 

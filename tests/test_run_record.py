@@ -177,6 +177,7 @@ def cut(folder, step=5, n=16, **kwargs):
         (dict(lr_scheduler_type="linear"), "lr_scheduler_type was 'cosine', is 'linear'"),
         (dict(bf16=True), "bf16 was False, is True"),
         (dict(weight_decay=0.5), "weight_decay was 0.01, is 0.5"),
+        (dict(metric_for_best_model="acc"), "metric_for_best_model was 'loss', is 'acc'"),
     ],
 )
 def test_other_settings_are_refused(tmp_path, change, words):
@@ -204,9 +205,10 @@ def test_other_loss_is_refused(tmp_path):
 
 
 def test_what_may_change(tmp_path):
-    "More epochs, other logging, another number of checkpoints kept."
-    given = cut(tmp_path)
+    "More epochs, other logging, another number of checkpoints kept, the best of which is not taken."
+    given = cut(tmp_path, metric_for_best_model="eval_acc")
     more = given | dict(num_train_epochs=5, logging_steps=3, save_total_limit=3, eval_steps=4, save_steps=4)
+    more |= dict(metric_for_best_model=None, load_best_model_at_end=False)
     trainer = train(toy(), samples(16), samples(4, 1), arguments(tmp_path, **more, resume_from_checkpoint=True))
     assert trainer.state.global_step == 5 * len(trainer.train_rows)
 

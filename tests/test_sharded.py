@@ -6,11 +6,13 @@ import shutil
 
 import pytest
 import torch
+from on_device import PretendCuda, marked, on_cuda
 from safetensors.torch import load_file
 from sharded import SAVE, STEPS, Job, distance, in_float32, launch, report_of, run
 from torch import distributed as dist
 from torch.distributed import fsdp
 
+from speculators_nb.distributed.sharded_training import SHARDS, load_training_shards, save_shards
 from speculators_nb.models.base import SpeculatorModel, verify_training_compatible
 from speculators_nb.nn.layers import DecoderLayer
 from speculators_nb.train.checkpoint import checkpoint_problem, last_checkpoint
@@ -132,6 +134,21 @@ def test_checkpoints_are_complete_or_named(sharded):
     file.write_bytes(file.read_bytes()[:-1])
     assert file.name in checkpoint_problem(torn.parent)
     assert last_checkpoint(torn.parents[1]) == str(torn.parents[1] / HALF)
+
+
+def test_states_are_read_to_the_device_of_their_weights(tmp_path):
+    "Also the number of steps, which AdamW's kernel of a device reads there."
+    weight, place = torch.nn.Linear(3, 2), tmp_path / SHARDS
+    optimizer, rate = torch.optim.AdamW(weight.parameters()), torch.optim.lr_scheduler.ConstantLR
+    weight(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    save_shards(place, weight, optimizer)
+    torch.save(rate(optimizer).state_dict(), tmp_path / "scheduler.pt")
+    with PretendCuda():
+        read = torch.optim.AdamW(on_cuda(torch.nn.Linear(3, 2)).parameters())
+        load_training_shards(tmp_path, on_cuda(weight), optimizer, rate(read))
+    assert len(optimizer.state) == 2
+    assert all(marked(value) for state in optimizer.state.values() for value in state.values())
 
 
 def test_weights_that_are_not_finite_are_not_saved(sharded):

@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 import torch
 from on_device import CUDA, PretendCuda, on_cuda
+from safetensors.torch import load_file
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainerState
 
@@ -278,6 +279,25 @@ def test_schedules_warm_up(tmp_path, schedule):
     assert groups["muon"] == pytest.approx(0.3 * groups["adamw"])
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    "schedule, given, wrong",
+    [
+        ("cosine_with_min_lr", dict(min_lr=1e-3), "takes no 'patience'"),
+        ("reduce_lr_on_plateau", dict(patience=0, threshold=9.0), "ReduceLROnPlateau takes no 'min_lrs'"),
+        ("greedy", dict(patience=0, threshold=9.0, factor=0.5), "GreedyLR takes no 'min_lrs'"),
+    ],
+)
+def test_schedules_take_their_own_arguments(tmp_path, optimizer, schedule, given, wrong):
+    how = dict(lr_scheduler_type=schedule, lr_scheduler_kwargs=given, optimizer=optimizer, warmup_steps=0)
+    trainer = train(toy(), samples(), samples(3, 1), arguments(tmp_path, **how))
+    rates = log_table(trainer)["learning_rate"].dropna()
+    assert rates.nunique() > 1 and rates.min() >= 1e-3
+    key = "patience" if schedule == "cosine_with_min_lr" else "min_lrs"
+    with pytest.raises(ValueError, match=wrong):
+        arguments(tmp_path, **how | dict(lr_scheduler_kwargs={key: 1}))
+
+
 def test_gradients_are_clipped(tmp_path):
     class Norm(TrainerCallback):
         norms = []
@@ -369,6 +389,40 @@ def test_best_checkpoint_is_loaded_and_kept(tmp_path):
     for step in (best.idxmin(), best.index[-1]):
         state = json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
         assert state["best_model_checkpoint"] == trainer.state.best_model_checkpoint
+
+
+@pytest.mark.parametrize("save_steps, best", [(2, 4), (4, 4), (1, 3)])
+def test_the_best_is_one_of_those_that_were_saved(tmp_path, save_steps, best):
+    "An evaluation between two checkpoints may be better than both: its weights are gone."
+    scores = iter([5.0, 3.0, 1.0, 2.0, 4.0, 4.0, 4.0, 4.0])
+    how = dict(eval_strategy="steps", save_strategy="steps", eval_steps=1, save_steps=save_steps, max_steps=8)
+    trainer = train(
+        toy(),
+        samples(24),
+        samples(5, 1),
+        arguments(tmp_path, metric_for_best_model="score", greater_is_better=False, **how),
+        measure=lambda model: {"score": next(scores)},
+    )
+    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+    stored = load_file(tmp_path / f"checkpoint-{best}/model.safetensors")
+    assert torch.equal(trainer.model.head.weight, stored["head.weight"])
+
+
+@pytest.mark.parametrize(
+    "held_out, best, names", [(samples(3, 1), "accept_0", "acc, loss"), ({"a": samples(3, 1)}, None, "a_acc, a_loss")]
+)
+def test_a_best_that_no_evaluation_has_is_refused_before_the_first_step(tmp_path, held_out, best, names):
+    with pytest.raises(ValueError, match=f"metric_for_best_model='{best or 'loss'}': .*; choose from {names}$"):
+        train(toy(), samples(), held_out, arguments(tmp_path, metric_for_best_model=best))
+    assert not (tmp_path / "run.json").exists()
+    plain = train(toy(), samples(), samples(3, 1), arguments(tmp_path / "a"), noise=0.5)
+    train(toy(), samples(), {"a": samples(3, 1)}, arguments(tmp_path / "b", metric_for_best_model="eval_a_acc"))
+    looked = arguments(tmp_path / "c", metric_for_best_model="acc", greater_is_better=True)
+    torch.manual_seed(5)
+    assert torch.equal(
+        torch.tensor(log_table(train(toy(), samples(), samples(3, 1), looked, noise=0.5))["loss"].dropna().to_numpy()),
+        torch.tensor(log_table(plain)["loss"].dropna().to_numpy()),
+    )
 
 
 def test_early_stopping(tmp_path):

@@ -188,7 +188,7 @@ def load_training_shards(checkpoint: str | os.PathLike, model: Any, optimizer: A
             key, _, of = rest.partition(".")
             if kind != "optimizer" or of != name:
                 continue
-            new = torch.zeros_like(p) if like.shape == p.shape else torch.zeros(like.shape)
+            new = torch.zeros_like(p) if like.shape == p.shape else torch.zeros(like.shape, device=p.device)
             optimizer.state[p][key] = wanted[full_name] = new.detach()
     _read(checkpoint, wanted, stored)
     scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER_NAME, weights_only=True))

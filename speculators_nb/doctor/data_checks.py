@@ -11,7 +11,7 @@ import torch
 from ..data.chat_template import common_prefix
 from ..features.feature_folder import FeatureDataset
 from ..features.in_process import states_of
-from ..verifier.identity import head_of, same_weights, stored_fingerprint
+from ..verifier.identity import VerifierInfo, head_of, same_weights
 from ..verifier.tapped_model import Verifier
 
 STAGES = {  # in the order of the chain -> the notebook that explains it
@@ -213,7 +213,7 @@ def verifier_check(recorded: str | None, verifier: str | os.PathLike) -> Finding
     return judged(
         "verifier",
         not same,
-        f"trained for weights {recorded}, served with {recorded if same else stored_fingerprint(verifier)}",
+        f"trained for weights {recorded}, served with {recorded if same else VerifierInfo.of(verifier).fingerprint}",
         "serve the verifier that the drafter was trained for, or make features of the one that "
         "serves and train on (speculators-nb train --from-pretrained)",
     )

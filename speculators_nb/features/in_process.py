@@ -2,6 +2,7 @@
 They go to a folder, resumed after any interruption, or live into training."""
 
 import logging
+import math
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +18,7 @@ from .feature_folder import FeatureFolder, disk_error, origin, split_of, table_o
 from .feature_rows import FP8, FeatureError, FeatureRow, FeatureRows, stored_dtype
 from ..jobs.shared_output import share_writer
 from ..verifier.identity import check_verifier_head, checkpoint_fingerprint, fingerprint
-from ..verifier.row_limits import RowLimits
+from ..verifier.row_limits import RowLimits, same_angles_until
 from ..verifier.tapped_model import Verifier, computing
 
 
@@ -51,20 +52,23 @@ def states_of(
     inputs: list[dict] | None = None,  # per row, picture inputs (`images.row_inputs`); {}: none
 ) -> list[torch.Tensor]:  # [seq, A+1, H] per row, on the CPU
     """One forward pass over right-padded rows, without the head; a row with pictures has a
-    forward pass of its own. Errors: ValueError for a row beyond learned positions."""
+    forward pass of its own, and so has one whose length decides how it is rotated. Errors:
+    ValueError for a row beyond learned positions."""
     tokens = [torch.as_tensor(row, dtype=torch.long) for row in rows]
     inputs = inputs or [{}] * len(rows)
-    text, states = [i for i, x in enumerate(inputs) if not x], {}
+    border = same_angles_until(vars(verifier.config)) or math.inf
+    text, states = [i for i, x in enumerate(inputs) if not x and len(tokens[i]) <= border], {}
     try:
         if text:
             ids = torch.nn.utils.rnn.pad_sequence([tokens[i] for i in text], batch_first=True)
             lengths = torch.tensor([len(tokens[i]) for i in text])
             padded = _forward(verifier, ids, dtype, torch.arange(ids.shape[1]) < lengths[:, None])
             states = {i: s[: len(tokens[i])] for i, s in zip(text, padded)}
-        for i, x in enumerate(inputs):
-            if x:
+        for i in range(len(rows)):
+            if i not in states:
                 given = {
-                    k: v.to(verifier.device, verifier.dtype if v.is_floating_point() else None) for k, v in x.items()
+                    k: v.to(verifier.device, verifier.dtype if v.is_floating_point() else None)
+                    for k, v in inputs[i].items()
                 }
                 states[i] = _forward(verifier, tokens[i][None], dtype, inputs=given)[0]
     except (IndexError, RuntimeError) as e:  # a lookup beyond the verifier's learned positions

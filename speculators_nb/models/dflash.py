@@ -61,6 +61,7 @@ from speculators_nb.nn.attention import (
     slot_window,
 )
 from ..nn.compiled import to_device
+from ..nn.draft_vocabulary import verifier_to_draft
 from ..nn.layers import KINDS, SINKS, DecoderLayer, RMSNorm, Rotary
 from ..nn.losses import HeadLoss, RowWeight, head_loss, parse_loss
 from speculators_nb.nn.supervision import (
@@ -590,9 +591,7 @@ class DFlashDraftModel(SpeculatorModel):
         anchors = chosen[0].any(-1).nonzero()[:, 0]
         at, drafted = chosen[0, anchors], drafts[0, anchors]
         rows = self.slot_states(anchors, batch)[:, : at.shape[1]][at]
-        tokens = drafted[at]
-        if self.t2d is not None:
-            tokens = self.t2d.cumsum(0)[tokens] - 1
+        tokens = verifier_to_draft(drafted[at], self.t2d)
         log_probs = self.lm_head(rows).float().log_softmax(-1)
         return log_probs.gather(1, tokens[:, None])[:, 0]
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, TrainOutput, sort_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, sort_checkpoints
 
 from ..core.checkpoints import checkpoint_index, load_tensors, read_state
 from ..core.files import atomic_write, read_object
@@ -367,6 +367,11 @@ class WholeCheckpoints(Trainer):
         for old in map(Path, surplus_checkpoints(final.parent, self.state, limit)):
             old.rename(staging / old.name)
         shutil.rmtree(staging)
+
+    def _determine_best_metric(self, metrics, trial):
+        "Only what is saved can be the best: it is loaded at the end."
+        at_end = self.args.load_best_model_at_end and self.args.save_strategy != SaveStrategy.BEST
+        return (self.control.should_save or not at_end) and super()._determine_best_metric(metrics, trial)
 
     @property
     def _in_shards(self):

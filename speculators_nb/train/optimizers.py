@@ -265,7 +265,8 @@ class MuonAdamW(torch.optim.Optimizer):
             ),
             "rows": RowAdamW([torch.zeros(2, 2)], lr, weight_decay=weight_decay),
         }
-        super().__init__([{**self._inner[g["kind"]].defaults, **g} for g in groups], {})
+        groups = [{**self._inner[g["kind"]].defaults, **g} for g in groups]
+        super().__init__(groups, dict(lr=lr))  # some schedules ask for it
 
     @torch.no_grad()
     def step(self, closure=None):

@@ -79,11 +79,12 @@ def run_record(
     args: Any, data: Mapping | None = None, verifier: str | None = None, arguments: Mapping | None = None
 ) -> dict:
     """What `run.json` holds of a run that begins now: how to train, the data (`data_record`), the fingerprint of the
-    verifier that made the features, the model's own training arguments, e.g. the loss."""
+    verifier that made the features, which evaluation is the best, the model's own training arguments, e.g. the loss."""
     return {
         "run": secrets.token_hex(6),
         "data": dict(data or {}),
         "verifier": verifier,
+        "metric_for_best_model": (args.metric_for_best_model or "").removeprefix("eval_"),
         "world_size": args.world_size,
         "context_parallel_size": args.context_parallel_size,
         "gradient_accumulation_steps": args.gradient_accumulation_steps,
@@ -152,8 +153,9 @@ def run_changes(old: Mapping, new: Mapping) -> list[str]:
     names = {"rows": "training rows", "fingerprint": "training data"}
     data = [{names[key]: value for key, value in record.get("data", {}).items()} for record in (old, new)]
     changes += differences(*data)[:1]
-    if old.get("verifier") and new["verifier"]:
-        changes += differences({"verifier": old["verifier"]}, {"verifier": new["verifier"]})
+    for name in ("verifier", "metric_for_best_model"):
+        if old.get(name) and new.get(name):
+            changes += differences({name: old[name]}, {name: new[name]})
     if accumulation(old, new) is None:
         changes.append(_rows_change(old, new))
     return changes

@@ -27,7 +27,7 @@ from ..core.files import write_object, write_text
 from ..core.provenance import without_secrets
 from ..distributed.long_rows import part_of_batch, row_part
 from ..distributed.sharded_training import for_first_rank, shard_model
-from ..distributed.sharding import local
+from ..distributed.sharding import local, split_again
 from ..nn.compiled import to_device
 from .checkpoint import WholeCheckpoints, replaced_drafter
 from .fresh_answers import FreshAnswers
@@ -249,13 +249,10 @@ class SpeculatorTrainer(PackedLoaders, WholeCheckpoints):
         return one_process and self.args.device.type == "cpu"
 
     def _clip_grad_norm(self, model):
-        if not (self._by_rows or self.args.fsdp):
-            return super()._clip_grad_norm(model)
-        self.accelerator.unscale_gradients()
         return clip_gradients(model.parameters(), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model, grad_norm=None):
-        if grad_norm is None and (self._by_rows or self.args.fsdp):
+        if grad_norm is None:
             grad_norm = clip_gradients(model.parameters(), math.inf)
         return super()._get_grad_norm(model, grad_norm)
 
@@ -336,6 +333,28 @@ class SpeculatorTrainer(PackedLoaders, WholeCheckpoints):
                 args, self.state, self.control
             )
         return sums
+
+    def check_best(self):
+        """ValueError, before the first step, for a number to keep the best by that evaluations
+        lack. What `measure` gives is not known yet."""
+        best = (self.args.metric_for_best_model or "loss").removeprefix("eval_")
+        several = isinstance(self.eval_dataset, dict)
+        if self.eval_dataset is None or self.measure or (best == "loss" and not several):
+            return
+        sets = self.eval_dataset if several else {"": self.eval_dataset}
+        names = set()
+        for name, dataset in sets.items():
+            inputs = self._prepare_inputs(next(iter(self.get_eval_dataloader(dataset))))
+            with kept_rng(self.args.device), torch.no_grad(), self.accelerator.autocast():
+                _, _, metrics = self.model.eval()(**inputs, **self.eval_kwargs)
+            stems = {"loss", *(metric.rpartition("_")[0] for metric in metrics)}
+            names |= {f"{name}_{stem}" if several else stem for stem in stems}
+        split_again(self.model)
+        if best not in names:
+            raise ValueError(
+                f"metric_for_best_model={best!r}: an evaluation has no such number; choose "
+                f"from {', '.join(sorted(names))}"
+            )
 
     def measured(self) -> dict[str, float]:
         "The first rank measures, and every rank gets the numbers."
@@ -430,6 +449,8 @@ def train(
     trainer = SpeculatorTrainer(
         model, args, train_dataset, eval_dataset, training_args, callbacks, measure
     )
+    if args.load_best_model_at_end:
+        trainer.check_best()
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if trainer.done:
         return trainer

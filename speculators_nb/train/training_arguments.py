@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-from transformers import TrainingArguments
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from transformers import TrainingArguments, optimization
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
-from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import SchedulerType
 from transformers.training_args import ParallelMode
@@ -118,9 +118,16 @@ def place_loggers(names: list[str], output_dir: str | os.PathLike) -> None:
         wandb.finish()  # the run before this one, into which this one would be written
 
 
+READERS = {  # schedule -> what takes all keywords of its function
+    "reduce_lr_on_plateau": ReduceLROnPlateau,
+    "greedy": getattr(optimization, "GreedyLR", None),
+}
+
+
 def check_keywords(values: dict) -> None:
     "ValueError for a key of a training argument that is a mapping, which its reader does not take."
-    scheduler = TYPE_TO_SCHEDULER_FUNCTION[SchedulerType(values["lr_scheduler_type"])]
+    kind = SchedulerType(values["lr_scheduler_type"])
+    scheduler = READERS.get(kind.value) or optimization.TYPE_TO_SCHEDULER_FUNCTION[kind]
     for name, reader in (("accelerator_config", AcceleratorConfig), ("lr_scheduler_kwargs", scheduler)):
         value, takes = values[name], inspect.signature(reader).parameters
         for key in value if isinstance(value, dict) else ():
@@ -211,6 +218,8 @@ class SpeculatorTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = False
     report_to: str | list[str] = "none"
     ddp_broadcast_buffers: bool | None = False  # a drafter's buffers are constants
+    # a row without loss reaches no weights; transformers' default waits for them where layers are computed again
+    ddp_find_unused_parameters: bool | None = True
 
     def __post_init__(self):
         defaults = {f.name: f.default for f in fields(type(self))}

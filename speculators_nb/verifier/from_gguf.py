@@ -1,6 +1,7 @@
 """GGUF files (llama.cpp) as verifiers: dequantised into a Hugging Face folder, with tokenizer and chat template."""
 
 import contextlib
+import copy
 import json
 import logging
 import os
@@ -16,12 +17,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from tokenizers import Tokenizer, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
 from ..core.checkpoints import model_file
 from ..core.files import atomic_folder
 from ..core.options import check_options
 from ..core.provenance import write_provenance
+from ..nn.layers import rope_frequencies
 from .folders import new_folder
 
 # transformers reads a GGUF file with `gguf_file=`, and refuses to save what it has read. Everything here reads a folder
@@ -152,6 +154,34 @@ def read_header(file: Path, name: str) -> dict[str, Any]:
     return found
 
 
+# of Llama 3.1 to 3.3, whose files hold the divisors of the frequencies that these numbers and a factor make
+LLAMA3 = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+
+
+def stretched_rope(file: Path, name: str, config: PretrainedConfig) -> dict[str, Any]:
+    """The RoPE parameters of a config as transformers reads it from a GGUF file, which messages call `name`, with the
+    scaling (linear, Llama 3's) that it leaves in the file. Errors: ValueError for another scaling."""
+    reader, rope = open_gguf(file, name), config.rope_parameters
+    kinds = [part.get("rope_type", "default") for part in (rope, *rope.values()) if isinstance(part, dict)]
+    with _gguf_errors(name):
+        key = f"{reader.fields['general.architecture'].contents()}.rope.scaling"
+        kind = reader.fields[f"{key}.type"].contents() if f"{key}.type" in reader.fields else "none"
+        stored = {t.name: torch.tensor(t.data) for t in reader.tensors if t.name.startswith("rope_f")}
+    if {*kinds} != {"default"} or (kind == "none" and not stored):
+        return rope
+    if kind == "linear" and not stored and "rope_theta" in rope and f"{key}.factor" in reader.fields:
+        return rope | dict(rope_type="linear", factor=float(reader.fields[f"{key}.factor"].contents()))
+    if kind == "none" and [*stored] == ["rope_freqs.weight"]:
+        (divisors,) = stored.values()
+        plain, _ = rope_frequencies(config, 2 * len(divisors), None)
+        scaled = copy.copy(config)
+        scaled.rope_parameters = rope | LLAMA3 | dict(factor=float(divisors.max()))
+        if torch.allclose(rope_frequencies(scaled, 2 * len(divisors), None)[0], plain / divisors, rtol=1e-3):
+            return scaled.rope_parameters
+    found = ", ".join([kind] * (kind != "none") + [*stored])
+    raise ValueError(f"{name}: its RoPE is scaled ({found}), which is not read from GGUF; take its safetensors")
+
+
 def _plain_config(config):
     "A config without its quantisation, with numbers in the shortest spelling of float32."
     values = {k: v for k, v in config.to_dict().items() if k != "quantization_config"}
@@ -187,8 +217,11 @@ def _save(file, name, folder, dtype):
     with _gguf_errors(name):
         model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **how).to(dtype)
         tokenizer = AutoTokenizer.from_pretrained(file.parent, **how)
+    config = _plain_config(model.config)
+    if getattr(config, "rope_parameters", None):
+        config.rope_parameters = stretched_rope(file, name, config)
     with torch.device("meta"):
-        plain = AutoModelForCausalLM.from_config(_plain_config(model.config), dtype=dtype, trust_remote_code=False)
+        plain = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
     plain.generation_config = model.generation_config
@@ -203,7 +236,7 @@ def save_verifier(
 ) -> Path:  # the folder
     """Turn a GGUF file into a folder that every command takes as --verifier. Errors:
     FileNotFoundError, FileExistsError; ImportError: the package gguf is missing; ValueError: a
-    quantisation or a model that transformers cannot read, a file cut short, a wrong hash."""
+    quantisation, a model or a scaled RoPE that cannot be read, a file cut short, a wrong hash."""
     check_options(dict(gguf=gguf, output_dir=output_dir, save_dtype=save_dtype), "from-gguf")
     folder = new_folder(output_dir)
     with tempfile.TemporaryDirectory() as temporary:

@@ -155,7 +155,9 @@ class VerifierInfo(os.PathLike):
         return {name: file for name, file in index.items() if file.is_file()}
 
     @cached_property
-    def fingerprint(self) -> str | None:  # None: it cannot be read from the files here
+    def fingerprint(self) -> str | None:
+        """That of `fingerprint`, of the model that the files would load as; None: they are not here, or name tensors
+        otherwise."""
         try:
             return _stored_fingerprint(self)
         except FileNotFoundError:
@@ -184,12 +186,6 @@ def _stored_fingerprint(info):
             values = values.to(dtype)
         digest.update(f"{name}{tuple(p.shape)}".encode() + values.float().numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-def stored_fingerprint(verifier: str | os.PathLike) -> str | None:
-    """The fingerprint, as `fingerprint`, of the model that a checkpoint (folder or hub id) would load as; None: its
-    files name tensors otherwise."""
-    return VerifierInfo.of(verifier).fingerprint
 
 
 def same_weights(recorded: str | None, verifier: str | os.PathLike) -> bool | None:

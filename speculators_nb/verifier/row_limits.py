@@ -47,6 +47,17 @@ def context_length(text: Mapping[str, Any]) -> int | None:
     return int(limit * next((f for f in reversed(factors) if f), 1.0))
 
 
+def same_angles_until(text: Mapping[str, Any]) -> int | None:
+    """Tokens of the longest text of a model, by its text model's config, whose length does not decide how all its
+    positions are rotated (RoPE of the types dynamic and longrope); None: no length does."""
+    for rope in rope_of(text):
+        if (rope.get("rope_type") or rope.get("type")) in ("dynamic", "longrope"):
+            name = "original_max_position_embeddings"
+            borders = rope.get(name), text.get(name), text.get("max_position_embeddings")
+            return min(filter(None, borders), default=None)
+    return None
+
+
 class Excess(NamedTuple):
     "Rows that are longer than a limit."
 

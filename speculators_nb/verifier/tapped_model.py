@@ -341,6 +341,7 @@ class Verifier:
         self._stream = getattr(self.config, "altup_active_idx", None)  # Gemma-3n has four
         self.has_vision = sees and model.base_model is not self.decoder  # pictures enter there
         self.static: Any = None  # buffers and graphs of the last request (`static_pass`)
+        self._dynamic: list[Any] = [m for m in model.modules() if getattr(m, "rope_type", None) == "dynamic"]
 
     @property
     def device(self):
@@ -365,6 +366,12 @@ class Verifier:
         if self.has_vision or (cache is not None and cache.get_seq_length()):
             position_ids = text_positions(input_ids, position_ids, cache)
         return position_ids if self._takes_positions else None
+
+    def _forget_lengths(self):
+        "A RoPE of type dynamic keeps the angles of the longest text so far."
+        for rotary in self._dynamic:
+            rotary.max_seq_len_cached = rotary.original_max_seq_len
+            rotary.inv_freq = rotary.original_inv_freq.to(rotary.inv_freq.device)
 
     def _last_positions(self, n: int) -> int | slice:
         "`logits_to_keep` for the last n positions, such that every layer still reads all."
@@ -414,6 +421,8 @@ class Verifier:
     ) -> VerifierOutput:  # logits, aux states, last states, cache
         "One forward pass. Hidden states and logits at padding have no meaning."
         cache: Any = past_key_values
+        if cache is None or not cache.get_seq_length():
+            self._forget_lengths()
         if cache is None and use_cache:
             cache = new_cache(self.config)
         arguments: dict[str, Any] = dict(attention_mask=attention_mask, use_cache=use_cache)

@@ -127,7 +127,7 @@ def main(folder, names="", how="", rank="", step="", resume="", accumulation="")
         train_one(folder, name, world_size, callbacks=ends, **more)
         if not how and not resume and not accumulation and name == "dspark rnn":
             train_one(Path(folder) / "muon", name, world_size, "muon", eval_strategy="no", save_strategy="no",
-                      load_best_model_at_end=False)  # fmt: skip
+                      load_best_model_at_end=False, gradient_checkpointing=True)  # fmt: skip
 
 
 if __name__ == "__main__":
