@@ -22,8 +22,9 @@ PIP := -m pip install --disable-pip-version-check --progress-bar off
 QUIET := > >(grep --line-buffered -E '^ *Downloading .* MB\)|^Installing' | cut -c1-120) \
 	2> >(grep --line-buffered -v -E '^WARNING: Location .* is ignored' >&2)
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
-# a file of tests stays on one worker, which makes its fixtures once; in the order of names the long files are not the last
-PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+# a file of tests stays on one worker, which makes its fixtures once; in the order of names the long files are not the last.
+# One worker more than there are cores: tests wait for servers, for ranks, and for what they have killed to end
+PYTEST = $(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --dist loadfile --no-loadscope-reorder
 
 .PHONY: help demo real test quick lint types newest notebooks-test pytest nbdev2 lab docs browser-test browser-site browser-lab vllm-test proofs upstream-test \
 	bench compare verifier answers corpus notebooks export format hooks env env-dev wheel release-check clean force

@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import typer
@@ -31,6 +32,7 @@ READINGS = ("nbs/tutorials/*.ipynb", "docs/*.md")  # what may show a command at 
 UNBOUNDED = 2**31  # a limit from here on is none to a reader
 
 
+@cache
 def entered():
     "name -> the command, in the order of `--help`"
     return typer.main.get_command(app).commands
@@ -194,6 +196,7 @@ def written(name):
     return lines or ["Nothing: it prints what it finds."]
 
 
+@cache
 def page(name):
     "A command's page as Markdown."
     command, function = entered()[name], app.functions[name]

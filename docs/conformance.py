@@ -4,6 +4,7 @@ statements with `@pytest.mark.statement(id, ...)`, and are read by `ast`; nothin
 
 import ast
 from collections import defaultdict
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,6 +29,7 @@ class Statement(NamedTuple):
     reason: str  # empty where it is held
 
 
+@cache
 def statements():
     "page -> its statements"
     return {
@@ -52,6 +54,7 @@ def marked(source):
                 yield node.name, [ast.literal_eval(arg) for arg in mark.args]
 
 
+@cache
 def holders():
     "statement -> [file::test]"
     found = defaultdict(list)

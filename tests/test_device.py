@@ -89,41 +89,27 @@ def test_forward_makes_every_tensor_on_its_device(name, way, training, no_kernel
     assert float(loss) == pytest.approx(float(expected), rel=1e-6)
 
 
-@every_drafter
-def test_decoding_makes_every_tensor_on_its_device(name):
-    "Greedily, by chains and by trees; and sampled, two requests at a time."
-    model = copy.deepcopy(case(name)[0])
-    proposer = model.drafter()
-    verifier = Verifier.from_pretrained(str(VERIFIER), list(proposer.aux_layer_ids))
-    asked = prompts(2)
-    expected = generate(verifier, NoDrafter(), asked[0], k=0, max_new_tokens=6).tokens
-    on_cuda(model), on_cuda(verifier.model)
-    drafters = [proposer, TreeDrafter(proposer, [(0,), (1,), (0, 0)])]
-    with PretendCuda():
-        assert verifier.device.type == "cuda"
-        texts = [
-            generate(verifier, d, torch.tensor(asked[0]).to("cuda"), k=2, max_new_tokens=6).tokens for d in drafters
-        ]
-        sampled = generate(verifier, proposer, asked, k=2, max_new_tokens=6, sampling=Sampling(temperature=0.8))
-    assert texts == [expected] * len(drafters)
-    assert [len(g.tokens) for g in sampled] == [6, 6]
+NEW = 5  # tokens that are decoded
 
 
+@lru_cache(None)
 def decoding(name):
-    "A drafter and its verifier, on the device."
+    "A drafter and its verifier, on the device; and what the verifier writes behind the second prompt."
     model = copy.deepcopy(case(name)[0])
     proposer = model.drafter()
     verifier = Verifier.from_pretrained(str(VERIFIER), list(proposer.aux_layer_ids))
+    alone = generate(verifier, NoDrafter(), prompts(2)[1], k=0, max_new_tokens=NEW).tokens
     on_cuda(model), on_cuda(verifier.model)
-    return proposer, verifier
+    return proposer, verifier, alone
 
 
 def wait_once(verifier, drafter, prompt, **options):
     "Decode; the prompt is copied to the host and to the device, and each forward pass is looked at once."
     with PretendCuda() as device:
+        assert verifier.device.type == "cuda"
         ids = torch.tensor(prompt).to("cuda") if isinstance(prompt[0], int) else prompt
         device.copies.clear()
-        done = generate(verifier, drafter, ids, max_new_tokens=5, **options)
+        done = generate(verifier, drafter, ids, max_new_tokens=NEW, **options)
     batch = done if isinstance(done, list) else [done]
     passes = 1 + max(len(g.steps) for g in batch)
     looks = [wait for wait in device.waits if "to the CPU" not in wait]
@@ -138,26 +124,27 @@ GROWN = ([(0,), (1,), (0, 0)], DynamicTreeTokenProposalConfig(speculative_tokens
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_step_of_one_shape_waits_once(temperature):
     "With a static KV cache, whatever is moved in it."
-    drafter, verifier = decoding("eagle3")
+    drafter, verifier, alone = decoding("eagle3")
     texts = []
     for d in (drafter, *(TreeDrafter(drafter, method) for method in GROWN)):
         options = dict(k=2, sampling=Sampling(temperature), kv_cache="static")
         texts += wait_once(verifier, d, prompts(2)[1], **options)
         texts += wait_once(verifier, d, prompts(2), **options)[1:]
-    assert temperature or len({tuple(g.tokens) for g in texts}) == 1
+    assert temperature or all(g.tokens == alone for g in texts)
 
 
 @every_drafter
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_decoding_step_waits_for_the_device_once(name, temperature):
-    "Chains, trees of a given shape and trees that grow; one request, and two that accept different numbers of tokens."
-    drafter, verifier = decoding(name)
+    """Every tensor is made on the device. Chains, trees of a given shape and trees that grow; greedily one request, and
+    sampled two, which accept different numbers of tokens."""
+    drafter, verifier, alone = decoding(name)
     for d in (drafter, *(TreeDrafter(drafter, method) for method in GROWN)):
-        sampling = Sampling(temperature)
-        (one,) = wait_once(verifier, d, prompts(2)[1], k=2, sampling=sampling)
-        if temperature or d is drafter:
-            two = wait_once(verifier, d, prompts(2), k=2, sampling=sampling)
-            assert temperature or two[1].tokens == one.tokens
+        asked = prompts(2) if temperature else prompts(2)[1]
+        found = wait_once(verifier, d, asked, k=2, sampling=Sampling(temperature))
+        assert {len(g.tokens) for g in found} == {NEW} and (temperature or found[0].tokens == alone)
+    if not temperature:
+        assert wait_once(verifier, drafter, prompts(2), k=2, sampling=Sampling(0.0))[1].tokens == alone
 
 
 @pytest.mark.parametrize(
@@ -167,7 +154,7 @@ def test_a_decoding_step_waits_for_the_device_once(name, temperature):
 )
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_every_rule_waits_once(rule, temperature):
-    drafter, verifier = decoding("eagle3")
+    drafter, verifier, _ = decoding("eagle3")
     branches = [TreeDrafter(drafter, GROWN[0])] * (rule not in ("block", "fly"))
     for d in (drafter, *branches):
         wait_once(verifier, d, prompts(1)[0], k=3, rule=rule, sampling=Sampling(temperature))
@@ -175,7 +162,7 @@ def test_every_rule_waits_once(rule, temperature):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_proposers_without_training_wait_once(temperature):
-    _, verifier = decoding("eagle3")
+    _, verifier, _ = decoding("eagle3")
     model = copy.deepcopy(verifier.model)
     on_cuda(model)
     draft_model = DraftModel(model, verifier)
@@ -185,7 +172,7 @@ def test_proposers_without_training_wait_once(temperature):
 
 def test_what_is_wrong_is_refused_at_the_end_of_the_step():
     "Without waiting for it: tokens outside of the vocabulary, and logits that are no numbers."
-    _, verifier = decoding("eagle3")
+    _, verifier, _ = decoding("eagle3")
 
     class Wrong(NoDrafter):
         def propose(self, tokens, features, k, sampling):

@@ -119,7 +119,7 @@ def test_rows_that_cannot_be_answered_stay_and_the_context_ends_a_row(tiny):
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepared") / "rows"
-    save_prepared(to_dataset([(row["input_ids"], row["loss_mask"]) for row in rows(10, longest=72)]), folder)
+    save_prepared(to_dataset([(row["input_ids"], row["loss_mask"]) for row in rows(10, longest=56)]), folder)
     return folder
 
 

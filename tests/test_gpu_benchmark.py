@@ -77,6 +77,7 @@ def pool_run(tmp_path, jobs, **options):
 
 
 # ------------------------------------------------------------- processes
+@pytest.mark.nightly
 def test_a_cell_that_hangs_or_dies_is_a_row_and_the_next_ones_are_done(tmp_path):
     rows, left, log, _ = pool_run(tmp_path, [cells("row", "sleep", "row", "die", "kill", "row", limit=5.0)], seconds=60)
     assert not left
@@ -87,6 +88,7 @@ def test_a_cell_that_hangs_or_dies_is_a_row_and_the_next_ones_are_done(tmp_path)
     assert "first\nno such device" in log
 
 
+@pytest.mark.nightly
 def test_the_stage_ends_at_its_limit_and_names_what_is_left(tmp_path):
     rows, left, _, seconds = pool_run(tmp_path, [cells("row", "sleep", "row"), cells("sleep")], workers=1, seconds=4.0)
     assert [row["cell"] for row in rows] == ["0 row"]
@@ -96,6 +98,7 @@ def test_the_stage_ends_at_its_limit_and_names_what_is_left(tmp_path):
     assert not [c for c in commands if str(tmp_path).encode() in c], "a process is left"
 
 
+@pytest.mark.nightly
 def test_while_one_has_its_turn_the_others_stand_still(tmp_path):
     rows, left, _, _ = pool_run(tmp_path, [cells("clock"), cells("turn", "turn", "end")], workers=2, seconds=60)
     assert not left
@@ -107,6 +110,7 @@ def test_while_one_has_its_turn_the_others_stand_still(tmp_path):
         assert any(t < began for t in ticks) and any(t > ended for t in ticks)
 
 
+@pytest.mark.nightly
 def test_what_runs_out_of_memory_beside_others_is_tried_again_alone(tmp_path):
     jobs = [cells("clock"), cells("memory", "end")]
     rows, left, _, _ = pool_run(tmp_path, jobs, workers=2, seconds=60, memory=64)
@@ -517,6 +521,7 @@ def test_each_row_of_the_decode_loop_has_a_turn_of_its_own(monkeypatch):
 
 
 # --------------------------------------------------------------- the run
+@pytest.mark.nightly
 def test_without_a_device_it_says_what_to_run(tmp_path):
     if torch.cuda.is_available():
         pytest.fail("this test is about machines without a device")

@@ -281,6 +281,7 @@ import: {here}/own_twin.py
 seeds: 2
 k: 2
 n_prompts: 2
+max_new_tokens: 24
 workers: 2
 common: {{max_steps: 2, total_seq_len: 256, draft_vocab_size: 64}}
 settings:

@@ -173,12 +173,14 @@ def test_nbdev_decides_which_cells_run(project):
     assert re.search(r" 0 cells .*skips_all", said.stdout) and "broken" not in said.stdout
 
 
+@pytest.mark.nightly
 def test_a_skipped_cell_keeps_its_outputs(project, again):
     "The second run has no flag, so the slow cell is skipped, and its stored output stays."
     assert verdict(again, "skips").startswith("passed"), again.stdout
     assert texts(outputs(project[0] / "skips.ipynb")["c2"]) == ["'slow ran'"]
 
 
+@pytest.mark.nightly
 def test_a_picture_that_is_stored_and_not_shown_is_a_failure(again):
     assert again.returncode == 1
     assert "cell 1 (c1) shows 0 pictures in a kernel, 1 are stored" in verdict(again, "place"), again.stdout
@@ -212,6 +214,7 @@ def test_a_second_run_stores_the_same_bytes(project):
     assert [p.read_bytes() for p in names] == before
 
 
+@pytest.mark.nightly
 def test_nbdev_test_runs_ours_too():
     "Without a kernel, for the assertions; a contributor may use either."
     before = (ROOT / "nbs/core/01_plot.ipynb").read_bytes()

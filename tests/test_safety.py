@@ -12,14 +12,23 @@ import sys
 import tarfile
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
+from bad.harness import typed
 from safetensors.torch import load_file, save_file
 from test_trainer import Toy, arguments, samples, toy
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-from speculators_nb.core.checkpoints import checkpoint_index, inside, load_pickle, read_index, remote_code
+from speculators_nb.core.checkpoints import (
+    checkpoint_index,
+    inside,
+    load_pickle,
+    read_index,
+    remote_code,
+    save_tensors,
+)
 from speculators_nb.core.config import SpeculatorModelConfig
 from speculators_nb.core.provenance import without_secrets
 from speculators_nb.data.prepared_folder import read_token_freq
@@ -472,24 +481,21 @@ def test_no_secret_in_output_logs_or_files(verifiers, tmp_path):
         WANDB_API_KEY="f" * 40,
     )
     env = {**os.environ, **secrets, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
-    run = lambda *words: subprocess.run(
-        [Path(sys.executable).with_name("speculators-nb"), *map(str, words)],
-        env=env,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    of_llama = "--verifier", verifiers / "llama"
-    good = run("convert", native, tmp_path / "made", *of_llama)
+    program, url = Path(sys.executable).with_name("speculators-nb"), f"https://user:{secrets['HF_TOKEN']}@host/x"
+    run = lambda *words: subprocess.run([program, *words], env=env, cwd=tmp_path, capture_output=True, text=True)
+    of_llama = "--verifier", str(verifiers / "llama")
+    lines = ["convert", native, "no", "--verifier", "somebody/private-model"], ["convert", url, "no", *of_llama]
+
+    def refused():
+        os.environ |= env
+        return [typed([*map(str, line)]) for line in lines]
+
+    good, traced = run("convert", native, "made", *of_llama), run("--traceback", *lines[1])
     assert good.returncode == 0, good.stderr[-2000:]
-    bad = [
-        run("convert", native, tmp_path / "no", "--verifier", "somebody/private-model"),
-        run("--traceback", "convert", f"https://user:{secrets['HF_TOKEN']}@host/x", tmp_path / "no", *of_llama),
-        run("convert", f"https://user:{secrets['HF_TOKEN']}@host/x", tmp_path / "no", *of_llama),
-    ]
-    assert all(p.returncode for p in bad)
-    said = "".join(p.stdout + p.stderr for p in (good, *bad))
-    assert "Traceback" in bad[1].stderr and all("://***@host/x" in p.stderr for p in bad[1:])
+    bad = [(traced.returncode, traced.stdout, traced.stderr), *forked.ask(refused)()]
+    assert all(code for code, *_ in bad)
+    said = good.stdout + good.stderr + "".join(out + err for _, out, err in bad)
+    assert "Traceback" in traced.stderr and all("://***@host/x" in bad[i][2] for i in (0, 2))
     files = [p for p in tmp_path.rglob("*") if p.is_file()]
     for secret in secrets.values():
         assert secret not in said
@@ -521,26 +527,16 @@ def test_what_is_written_follows_the_umask(tmp_path):
     umask = 0o027  # no program's default
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"input_ids": [5, 6, 7, 8, 9, 10], "loss_mask": [0, 0, 1, 1, 1, 1]}\n' * 3)
-    code = f"""import os; os.umask({umask})
-from speculators_nb.cli.main import app
-import speculators_nb.core.checkpoints as checkpoints, torch
-verifier = {str(ROOT / "data/tiny-verifier")!r}
-for line in (["features", {str(rows)!r}, "features", "--verifier", verifier],
-             ["train", "features", "drafter", "--verifier", verifier, "--total-seq-len", "32", "--eval-share", "0",
-              "--extra", "max_steps=1", "--extra", "save_steps=1", "--extra", "save_strategy=steps",
-              "--extra", "disable_tqdm=true"],
-             ["export", "drafter", "native", "--verifier", verifier]):
-    try: app(line)
-    except SystemExit as e: assert not e.code, line
-checkpoints.save_tensors({{"x": torch.zeros(3)}}, "one.safetensors")"""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-2000:]
+    train = "train features drafter --total-seq-len 32 --eval-share 0 --extra max_steps=1 --extra save_steps=1"
+    lines = "features rows.jsonl features", f"{train} --extra save_strategy=steps", "export drafter native"
+
+    def write():
+        os.umask(umask)
+        os.chdir(tmp_path)
+        save_tensors({"x": torch.zeros(3)}, "one.safetensors")
+        return [typed([*line.split(), "--verifier", str(ROOT / "data/tiny-verifier")]) for line in lines]
+
+    assert [(code, wrong[-2000:]) for code, _, wrong in forked.ask(write)() if code] == []
     rows.unlink()
     modes = {str(p.relative_to(tmp_path)): p.stat().st_mode & 0o777 for p in tmp_path.rglob("*") if p.is_file()}
     assert {

@@ -104,7 +104,7 @@ def test_a_second_run_takes_the_rows_of_killed_processes(tmp_path, name, killed)
     torch.set_num_threads(1)
     function(tmp_path / f"alone-{output}")
     path, results = tmp_path / output, FORK.Queue()
-    processes = [begin(function, path, 0.1, results, rank=rank, world_size=2) for rank in (0, 1)]
+    processes = [begin(function, path, 0.05, results, rank=rank, world_size=2) for rank in (0, 1)]
     wait_until(lambda: rows_in(path) > 2, processes[0])
     for process in processes[:killed]:
         os.kill(process.pid, signal.SIGKILL)

@@ -5,6 +5,7 @@ import ast
 import io
 import re
 import tokenize
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,11 @@ def words(name):
     return [w.lower() for w in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
 
 
+@cache
+def parsed(path):
+    return ast.parse(path.read_text())
+
+
 def names(text):
     "Every name of a module: of variables, attributes, arguments, functions and classes; a string is none."
     return {t.string for t in tokenize.generate_tokens(io.StringIO(text).readline) if t.type == tokenize.NAME}
@@ -53,13 +59,8 @@ def test_names_are_plain(path):
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_nothing_is_as_above(path):
-    text = path.read_text()
-    above = [line for line in text.splitlines() if re.search(r"\bas above\b", line, re.I)]
-    docs = [
-        ast.get_docstring(n) or ""
-        for n in ast.walk(ast.parse(text))
-        if hasattr(n, "body") and isinstance(n, DOCUMENTED)
-    ]
+    above = [line for line in path.read_text().splitlines() if re.search(r"\bas above\b", line, re.I)]
+    docs = [ast.get_docstring(n) or "" for n in ast.walk(parsed(path)) if isinstance(n, DOCUMENTED)]
     assert not above and not [doc for doc in docs if re.search(r"\bas\s+above\b", doc, re.I)]
 
 
@@ -70,5 +71,5 @@ DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     "path", [p for p in MODULES if p.name != "__init__.py"], ids=lambda p: str(p.relative_to(ROOT))
 )
 def test_a_module_says_on_one_line_what_it_is(path):
-    doc = ast.get_docstring(ast.parse(path.read_text()))
+    doc = ast.get_docstring(parsed(path))
     assert doc and 20 < len(doc.splitlines()[0]) <= 114
