@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from speculators_nb.nn.losses import LOSSES, TargetHead, dense_head_loss, head_loss, target_slots
+from speculators_nb.nn.losses import LOSSES, Distribution, TargetHead, dense_head_loss, head_loss, target_slots
 from speculators_nb.nn.supervision import loss_weight
 from speculators_nb.nn.token_loss import dense_token_loss, token_loss
 
@@ -92,6 +92,16 @@ def test_low_precision_products_stay_close():
     assert torch.cosine_similarity(a, b, dim=0) > 0.999
 
 
+@pytest.mark.parametrize("vocab", [17, 64, 100, 130, 193])
+def test_the_likeliest_token_is_that_of_argmax(vocab):
+    "Also of equal logits, of NaN and of infinite ones, in the first block of a row and behind the last whole one."
+    logits = torch.randint(-2, 3, (200, vocab), generator=torch.Generator().manual_seed(0)).float()
+    for row, value in enumerate((torch.nan, torch.inf, -torch.inf)):
+        logits[row, vocab - 2], logits[3 + row, 1], logits[6 + row] = value, value, value
+    logits[9, [1, vocab - 1]] = torch.inf
+    assert torch.equal(Distribution(logits).argmax, logits.argmax(-1))
+
+
 def equal_logits(vocab, n=60, hidden=12):
     "States and a head of small whole numbers: several tokens of most rows have the largest logit, exactly."
     g = torch.Generator().manual_seed(0)
@@ -102,7 +112,7 @@ def equal_logits(vocab, n=60, hidden=12):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, None])
-@pytest.mark.parametrize("chunk,vocab", [(7, 40), (100, 40), (100, 128)])
+@pytest.mark.parametrize("chunk,vocab", [(7, 40), (100, 40), (100, 128), (100, 150)])
 def test_of_equal_logits_the_first_is_drafted(chunk, vocab, dtype):
     """Of logits that were rounded several are often equal. A token that shares the largest one and is not drafted is
     not right."""

@@ -307,12 +307,17 @@ def test_a_row_with_pictures_is_never_cut(folder, tmp_path):
 
 
 def test_another_number_of_tokens_for_a_picture_is_another_folder(folder, prepared, tmp_path):
+    "Where there are pictures; rows of text are the same, and stay."
+    text = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]}]
+    old = prepare_data(text, folder / "qwen2_vl", tmp_path / "text")
     shutil.copytree(folder / "qwen2_vl", tmp_path / "v")
     settings = json.loads((tmp_path / "v/preprocessor_config.json").read_text())
     settings["size"]["longest_edge"] //= 3
     (tmp_path / "v/preprocessor_config.json").write_text(json.dumps(settings))
-    with pytest.raises(ValueError, match="prepared from something else: tokenizer was "):
+    with pytest.raises(ValueError, match="prepared from something else: image_processor was "):
         prepare_data(folder / "chats.jsonl", tmp_path / "v", folder / "prepared", shuffle=False)
+    again = prepare_data(text, tmp_path / "v", tmp_path / "text")
+    assert again.config["origin"] == old.config["origin"] and "image_processor" not in old.config["origin"]
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,7 @@ from speculators_nb.jobs.shared_output import append_lines, one_writer, share_wr
         # srun that has started torchrun on each node
         (dict(SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2", RANK="11", WORLD_SIZE="16", LOCAL_RANK="3"), (11, 16, 3)),
         (dict(RANK="1"), "RANK='1': WORLD_SIZE is not set"),
+        (dict(SLURM_PROCID="1", SLURM_NTASKS="4"), "SLURM_PROCID='1': SLURM_STEP_NUM_TASKS is not set"),
         (dict(WORLD_SIZE="2"), "WORLD_SIZE='2': RANK is not set"),
         (dict(RANK="2", WORLD_SIZE="2"), "RANK=2: must be less than WORLD_SIZE=2"),
         (dict(RANK="first", WORLD_SIZE="2"), "RANK='first': must be a whole number"),

@@ -2,6 +2,7 @@
 the names of its checkpoints. The reference is transformers' own `MtpModel`."""
 
 import copy
+import json
 import re
 import shutil
 from pathlib import Path
@@ -233,6 +234,27 @@ def test_read_from_the_verifiers_checkpoint(case, tmp_path):
     verify_training_compatible(model)
     converted = SpeculatorModel.from_pretrained(convert(case.folder, tmp_path / "d", verifier=str(case.folder)))
     assert all(torch.equal(w, converted.state_dict()[n]) for n, w in found.items())
+
+
+@pytest.mark.parametrize("first", ["bias", "norm"])
+def test_a_head_of_two_dtypes_loses_nothing(tmp_path, first):
+    "A router's bias in float32 beside weights in bfloat16, as released; whichever tensor is the first of the index."
+    case = Case("deepseek_v3", tmp_path / "v")
+    file = case.folder / "model.safetensors"
+    state = load_file(file)
+    biases = [name for name in sorted(state) if name.endswith("e_score_correction_bias")]
+    kept = {n: torch.randn(4) if n in biases else w.bfloat16() for n, w in state.items()}
+    save_file(kept, file, {"format": "pt"})
+    if first == "norm":  # in shards the order is that of the index
+        file.rename(case.folder / "model-00001-of-00001.safetensors")
+        index = dict.fromkeys(sorted(kept, key=lambda n: "e_score" in n), "model-00001-of-00001.safetensors")
+        (case.folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    found = extract_mtp(case.folder)
+    read = [found[name] for name in sorted(found) if name.endswith("e_score_correction_bias")]
+    assert len(read) == case.n and all(torch.equal(w, kept[name]) for w, name in zip(read, biases[-case.n :]))
+    plain = {name: w for name, w in found.items() if not name.endswith("e_score_correction_bias")}
+    assert all(torch.equal(w, case.state[name].bfloat16()) for name, w in plain.items())
+    assert {w.dtype for w in plain.values()} == {torch.bfloat16}
 
 
 def test_logits_loss_and_gradients_are_transformers(case):

@@ -432,10 +432,11 @@ def _check_together(values: Mapping, command: str) -> None:
         )
     else:
         _leave_out(values, ["lora_alpha"], "has no effect without lora_rank; leave it out, or give lora_rank")
-    if get("rule") == "fly" and get("k") in (1, [1]):
+    lengths = get("k") if isinstance(get("k"), (list, tuple)) else [get("k")]
+    if get("rule") == "fly" and 1 in lengths:
         raise ValueError(
-            f"rule='fly': looks at the tokens after a doubtful one, and k={shown(get('k'))} drafts none; draft at "
-            "least 2, or set rule=standard"
+            "rule='fly': looks at the tokens after a doubtful one, and k=1 drafts none; draft at least 2, or set "
+            "rule=standard"
         )
     saves, evaluates = get("save_strategy"), get("eval_strategy", "epoch")
     keeps = get("eval_share", 0) != 0 and get("load_best_model_at_end", True)

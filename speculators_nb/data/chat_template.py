@@ -276,12 +276,10 @@ def _settled(encoding, first, end):
 
 
 def fingerprint_template(template: ChatTemplate) -> str:
-    "Hash everything that turns a conversation, perhaps with pictures, into token ids: 16 hex digits."
+    "Hash everything that turns a conversation into token ids: 16 hex digits."
     backend = template.backend
     h = hashlib.sha256((template.name if backend is None else backend.to_str()).encode())
-    texts: list[Any] = [template._text(None), template._text([{}]), template.special]
-    if pictures := getattr(template.owner, "image_processor", None):  # how many tokens has one of some size?
-        texts.append(pictures.to_dict())
+    texts = [template._text(None), template._text([{}]), template.special]
     h.update(json.dumps(texts, sort_keys=True, default=str).encode())
     return h.hexdigest()[:16]
 

@@ -125,6 +125,8 @@ def _make(folder, data, paths, encoder, verifier, vocab_size, origin, num_proc):
             log.warning("prepare: %s", result.counts.spelled())
         for excess in result.beyond:
             log.warning("prepare: %s. %s", excess.text(first=result.first_beyond), excess.remedy)
+        if not result.rows.pictures:  # how they would be read is in no row
+            origin = {name: value for name, value in origin.items() if name != "image_processor"}
         name = str(verifier or template.name)
         record = provenance(
             "prepare_data",
@@ -222,7 +224,10 @@ def prepare_data(
     if image_folder is not None:
         image_folder = str(Path(image_folder).expanduser().absolute())
     origin = {"data": data_hash, "tokenizer": fingerprint_template(template)} | settings._asdict()
-    origin |= {"image_folder": image_folder, "allow_urls": allow_urls}
+    pictures = getattr(owner, "image_processor", None)  # how many tokens has one of some size?
+    pictures = pictures and json.dumps(pictures.to_dict(), sort_keys=True, default=str)
+    pictures = pictures and hashlib.sha256(pictures.encode()).hexdigest()[:16]
+    origin |= {"image_folder": image_folder, "allow_urls": allow_urls, "image_processor": pictures}
     folder = Path(output_dir).expanduser()  # as `datasets` where it writes the table
     sources = data if isinstance(data, (list, tuple)) else [data]
     paths = [str(d) for d in sources if isinstance(d, (str, Path))]
@@ -241,7 +246,7 @@ def prepare_data(
         place.parent.mkdir(parents=True, exist_ok=True)
     with disk_errors(folder), FileLock(place.with_name(f".{place.name}.lock")):
         old = origin_of(folder)
-        changed = old and changes(BEFORE | old, origin)
+        changed = old and changes(BEFORE | {"image_processor": pictures} | old, origin)
         if changed and not overwrite:
             raise ValueError(
                 f"output_dir {str(folder)!r} was prepared from something else: "

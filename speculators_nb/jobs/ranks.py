@@ -38,7 +38,8 @@ def ranks_of(environ: Mapping[str, str] | None = None) -> Ranks:
     environ = os.environ if environ is None else environ
     for name, size, local in LAUNCHERS:
         missing = [variable for variable in (name, size) if variable not in environ]
-        if len(missing) == 1 and name == "RANK":
+        # a Slurm process with another rank than 0 is one of several, of which nothing is known
+        if len(missing) == 1 and (name == "RANK" or environ.get(name, "0") != "0"):
             there = size if missing == [name] else name
             raise ValueError(
                 f"{there}={environ[there]!r}: {missing[0]} is not set, and both are needed; start "

@@ -15,7 +15,7 @@ def _packages(own):
     return (getattr(own, "__module__", None) or "").partition(".")[0]
 
 
-PLAIN = (str, bytes, int, float, complex, bool, type(None), torch.dtype)
+PLAIN = (str, bytes, int, float, complex, bool, type(None), slice, torch.dtype)
 
 
 def _of_code(code: CodeType, scope: Mapping, home: str, seen: tuple) -> list:

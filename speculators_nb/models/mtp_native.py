@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Collection
+from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from ..core.files import atomic_folder, write_object
 from ..core.provenance import write_provenance
 from ..nn.target_head import text_config, verifier_config
 from ..verifier.folders import new_folder
-from .base import SpeculatorModel, stored_state
+from .base import SpeculatorModel, commonest_dtype, stored_state
 from .draft_network import misfits
 from .formats import (
     FieldsAndTensors,
@@ -134,8 +135,10 @@ def extract_mtp(verifier: str | os.PathLike) -> Tensors:  # our names; as stored
             "most have not. Train a fresh one with fresh_head=True, or take a verifier that "
             "was pretrained with one, such as Qwen3.5 or GLM-4.5"
         )
-    if layers:
-        return load_stack(verifier, resolve_checkpoint(verifier), next(iter(head.values())).dtype)
+    if layers:  # a router's bias may be float32 beside weights in bfloat16
+        widest = reduce(torch.promote_types, {weight.dtype for weight in head.values()})
+        loaded, common = load_stack(verifier, resolve_checkpoint(verifier), widest), commonest_dtype(head)
+        return {name: w.to(common) if torch.equal(w, w.to(common).to(widest)) else w for name, w in loaded.items()}
     return ours_of(head, config)
 
 

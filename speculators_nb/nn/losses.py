@@ -73,13 +73,16 @@ class Distribution:
     def argmax(self) -> Tensor:  # [N]
         """The likeliest tokens, of equal ones the first. On a CPU torch finds the largest value
         several times faster than its place: that is sought in one block of each row."""
-        in_blocks = self.logits.device.type == "cpu" and not torch.compiler.is_compiling()
-        width = math.gcd(self.logits.shape[-1], 64) if in_blocks else 1
-        if width < 16:
-            return self.logits.argmax(-1)
-        blocks = self.logits.unflatten(-1, (-1, width))
-        block = blocks.amax(-1).argmax(-1)
-        return block * width + blocks[torch.arange(len(blocks)), block].argmax(-1)
+        logits, width, V = self.logits.detach(), 64, self.logits.shape[-1]
+        if logits.device.type != "cpu" or torch.compiler.is_compiling() or width > V:
+            return logits.argmax(-1)
+        whole = V - V % width  # what is left is a block, too
+        largest = logits[:, :whole].unflatten(-1, (-1, width)).amax(-1)
+        if whole < V:
+            largest = torch.cat([largest, logits[:, whole:].amax(-1, keepdim=True)], -1)
+        start = (largest.argmax(-1) * width).clamp(max=V - width)
+        block = logits.gather(-1, start[:, None] + torch.arange(width))
+        return start + block.argmax(-1)
 
     @piece
     def label(self) -> Tensor:  # [N] the right token of `ce`

@@ -322,7 +322,13 @@ TOGETHER = [  # (name, line after the command's own, what must be answered)
         "evaluate",
         "a window of nothing",
         "--rule fly --k 1",
-        "rule='fly': looks at the tokens after a doubtful one, and k=\\[1\\] drafts none; draft at least 2",
+        "rule='fly': looks at the tokens after a doubtful one, and k=1 drafts none; draft at least 2",
+    ),
+    (
+        "evaluate",
+        "one window of nothing",
+        "--engine vllm --rule fly --k 4 --k 1",
+        "rule='fly': looks at the tokens after a doubtful one, and k=1 drafts none; draft at least 2",
     ),
     (
         "evaluate",
