@@ -420,13 +420,13 @@ def echo():
     def show(
         data: str,
         n: int = 1,
-        rate: float = 0.5,
+        top_p: float = 0.5,
         on: bool = False,
         ids: list[int] | None = None,
         more: dict | None = None,
     ):
         "Show."
-        return dict(data=data, n=n, rate=rate, on=on, ids=ids, more=more)
+        return dict(data=data, n=n, top_p=top_p, on=on, ids=ids, more=more)
 
     app = new_app("x", "x")
     command(show, json.dumps, app)
@@ -447,14 +447,14 @@ def test_flag_before_file_before_default(recipe, name):
     file = recipe(
         {
             "n": 2,
-            "rate": 0.25,
+            "top_p": 0.25,
             "folder": "f",
-            "show": {"data": "d", "rate": 0.75, "ids": [1, 2], "more": {"a": 1}},
+            "show": {"data": "d", "top_p": 0.75, "ids": [1, 2], "more": {"a": 1}},
             "other": {},
         },
         name,
     )
-    default = dict(data="d", n=2, rate=0.75, on=False, ids=[1, 2], more={"a": 1})
+    default = dict(data="d", n=2, top_p=0.75, on=False, ids=[1, 2], more={"a": 1})
     assert json.loads(show("--recipe", file).stdout) == default
     assert json.loads(
         show("--recipe", file, "--n", 1, "--on", "--ids", 3, "--more", '{"b": 2}').stdout
@@ -471,8 +471,8 @@ def test_flag_before_file_before_default(recipe, name):
     [
         ({"show": {"dta": 1}}, ("show.dta=1", "Did you mean data?")),
         ({"shw": {"data": 1}}, ("section 'shw'", "Did you mean show?")),
-        ({"raet": 1}, ("raet=1", "Did you mean rate?")),
-        ({"show": {"data": "d", "rate": "two"}}, ("show.rate='two': is text, and must be a number",)),
+        ({"top-q": 1}, ("top_q=1", "Did you mean top_p?")),
+        ({"show": {"data": "d", "top_p": "two"}}, ("show.top_p='two': is text, and must be a number",)),
         ({"other": {"folder": [1]}, "show": {"data": "d"}}, ("other.folder=[1]: must name a file or a folder",)),
         ({"show": {"n": 3}}, ("data is missing", "data:")),
         (["show"], ("holds a list",)),
