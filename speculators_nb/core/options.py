@@ -432,8 +432,8 @@ def _check_together(values: Mapping, command: str) -> None:
         )
     else:
         _leave_out(values, ["lora_alpha"], "has no effect without lora_rank; leave it out, or give lora_rank")
-    lengths = get("k") if isinstance(get("k"), (list, tuple)) else [get("k")]
-    if get("rule") == "fly" and 1 in lengths:
+    k: Any = get("k")
+    if get("rule") == "fly" and 1 in (k if isinstance(k, (list, tuple)) else [k]):
         raise ValueError(
             "rule='fly': looks at the tokens after a doubtful one, and k=1 drafts none; draft at least 2, or set "
             "rule=standard"
