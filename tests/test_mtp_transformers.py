@@ -283,21 +283,21 @@ def test_logits_loss_and_gradients_are_transformers(case):
 
 
 def test_documents_of_a_row_are_apart(case):
-    "A packed row with padding: the weighted mean of its documents' losses."
-    model = drafter_of(case, K)
-    texts = [tokens(13, 1), tokens(8, 2)]
+    "A packed row with padding, whose documents of similar lengths run together: the sums of its documents' losses."
+    model, lengths = drafter_of(case, K), (13, 6, 9)
+    texts = [tokens(n, seed) for seed, n in enumerate(lengths, 1)]
     states = [case.states(ids)[0] for ids in texts]
     packed = dict(
         input_ids=torch.cat([*texts, torch.zeros(1, 3, dtype=torch.long)], 1),
         hidden_states=F.pad(torch.cat(states, 1), (0, 0, 0, 3)),
-        position_ids=torch.tensor([[*range(13), *range(8), 0, 0, 0]]),
-        document_ids=torch.tensor([[0] * 13 + [1] * 8 + [-1] * 3]),
+        position_ids=torch.tensor([[*(i for n in lengths for i in range(n)), 0, 0, 0]]),
+        document_ids=torch.tensor([[*(doc for doc, n in enumerate(lengths) for _ in range(n)), -1, -1, -1]]),
     )
     with torch.no_grad():
         together, own = model(**packed).metrics, [model(ids, h).metrics for ids, h in zip(texts, states)]
     for step in range(K):
         name = f"loss_step_{step}_sum"
-        torch.testing.assert_close(together[name], own[0][name] + own[1][name], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(together[name], sum(each[name] for each in own), rtol=1e-5, atol=1e-5)
 
 
 def test_drafts_are_transformers(case):
