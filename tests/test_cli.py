@@ -556,7 +556,7 @@ def test_redirected_output_is_plain_lines(features, tmp_path):
     """Progress, a row an evaluation, no carriage return, and no dictionary."""
     program = Path(sys.executable).with_name("speculators-nb")
     line = [program, "train", features, tmp_path / "d", "--total-seq-len", "128", "--num-train-epochs", "2"]
-    line += ["--ttt-steps", "10"]  # longer than the second under which a bar writes nothing
+    line += ["--ttt-steps", "20"]  # longer than the second under which a bar writes nothing
     got = subprocess.run([*line, "--draft-vocab-size", "512"], capture_output=True, text=True)
     shown = (got.stdout + got.stderr).splitlines()
     assert got.returncode == 0 and "\r" not in got.stdout + got.stderr and "\x1b" not in got.stdout + got.stderr
