@@ -8,6 +8,7 @@ import pandas as pd
 import torch
 from transformers import AutoTokenizer
 
+from speculators_nb.core.provenance import write_provenance
 from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.evaluate.acceptance import evaluate
@@ -58,6 +59,7 @@ def small_runs_page(folder):
         (run / "setting.json").write_text(json.dumps(about))
         rows = dict(k=2, prompt=range(2), domain="free", steps=steps, accepted=12, at_1=9, at_2=3)
         pd.DataFrame(rows).to_csv(run / "counts.csv", index=False)
+        write_provenance(run, "experiment", {}, dict(verifier=DATA / "tiny-verifier"))
     shipped_drafter(folder / "shipped/drafter")
     untrained = new_drafter("eagle3", DATA / "tiny-verifier", **settings("eagle3", 2))
     untrained.save_pretrained(folder / "untrained/drafter")
