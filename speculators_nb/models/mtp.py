@@ -701,13 +701,14 @@ class MTPStackModel(MTPDraftModel):
     ) -> list[Tensor]:  # K tensors [L', H], for the head
         """Every row at every step, each document by itself; those of similar lengths run
         together, so that less than half of what is computed is padding."""
-        counts = torch.unique_consecutive(row.document_ids.cpu(), return_counts=True)[1].tolist()
+        counts = torch.unique_consecutive(row.document_ids.cpu(), return_counts=True)[1]
+        lengths = counts.tolist() or [0]
         rows = row.input_ids, self.features(row.hidden_states), row.position_ids + 1
-        documents = [x.split(counts or [0]) for x in rows]
-        outputs: list[Any] = [[None] * len(documents[0]) for _ in range(steps)]
+        documents = [x.split(lengths) for x in rows]
+        outputs: list[Any] = [[None] * len(lengths) for _ in range(steps)]
         alike: dict[int, list[int]] = {}
-        for i, count in enumerate(counts or [0]):
-            alike.setdefault(count.bit_length(), []).append(i)
+        for i, n in enumerate(lengths):
+            alike.setdefault(n.bit_length(), []).append(i)
         for together in alike.values():
             ids, hidden, positions = (
                 pad_sequence([x[i] for i in together], batch_first=True) for x in documents
@@ -718,7 +719,7 @@ class MTPStackModel(MTPDraftModel):
                     cache = self.mtp_layers.new_cache()
                 hidden = self.layer(step, hidden, ids, positions, cache)
                 for i, of_document in zip(together, hidden):
-                    outputs[step][i] = of_document[: len(documents[0][i])] / self.divisor
+                    outputs[step][i] = of_document[: lengths[i]] / self.divisor
                 ids, positions = F.pad(ids[:, 1:], (0, 1)), positions + 1
         return [torch.cat(of_step) for of_step in outputs]
 
