@@ -5,7 +5,7 @@ rows of logits these read.
 
 It needs a torch that is built for CUDA, and Triton. The functions are traced on the CPU and lowered for a pretended
 device (by torch's internals, those of 2.11); nothing is compiled or run. A row of 32,000 logits is larger than what a
-kernel keeps, so one that is needed again is read again; each must be read twice, for its softmax and for the gradient.
+kernel keeps, so one that is needed again is read again. What library kernels read, such as `topk`, is not counted.
 """
 
 import re

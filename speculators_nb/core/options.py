@@ -827,7 +827,7 @@ IN = {
     # arguments from Python
     **each(whole, {"NgramDrafter.min_n": 1, "NgramDrafter.max_n": 5, "tolerant.accept_k": 1}, low=1),
     **each(whole, {"fly.entropy_top_k": 3, "batch_verify.batch": 8, "reliability_table.bins": 10}, low=1),
-    **each(whole, {"LengthByRates.memory": 50, "LengthByRates.every": 10}, low=1),
+    **each(whole, {"LengthByRates.memory": 50, "LengthByConfidence.every": 10}, low=1),
     "fly.window_size": whole(6, 1, none=True),
     "SuffixDrafter.depth": whole(24, 2),
     "SuffixDrafter.max_requests": whole(10_000, 0),

@@ -157,7 +157,7 @@ class LengthByConfidence:
         memory: int = 50,  # of the rates
         every: int = 10,  # steps between two fits
     ):
-        check_options(dict(every=every), "LengthByRates")
+        check_options(dict(every=every), "LengthByConfidence")
         self.counted = LengthByRates(costs, memory)
         self.parallel, self.every, self.steps = parallel, every, 0
         self.most = len(costs) - 1  # tokens of a draft

@@ -677,10 +677,12 @@ class MTPStackModel(MTPDraftModel):
     def visible(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         return input_ids
 
-    def features(self, hidden: Tensor) -> Tensor:  # [N, H] what layer 0 reads
+    def features(self, hidden: Tensor) -> Tensor:  # [N, H] -> [N, H]
+        "What layer 0 reads of the verifier's states: these after the final norm."
         return self.target_head.norm(hidden).to(self.layers[0].eh_proj.weight.dtype)
 
     def head_logits(self, hidden: Tensor) -> Tensor:  # [N, H] -> [N, V]
+        "The verifier's head; some families divide its input."
         return self.lm_head(hidden / self.divisor)
 
     def layer(
