@@ -16,6 +16,8 @@ WORKERS ?= 2
 # one thread per process: two notebooks or tests run side by side
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# tests start hundreds of processes, and each would compile the package again
+unexport PYTHONDONTWRITEBYTECODE
 
 # pip says what it downloads and what fails, and nothing else
 PIP := -m pip install --disable-pip-version-check --progress-bar off
