@@ -17,6 +17,7 @@ and memory addresses.
 import argparse
 import asyncio
 import base64
+import gc
 import io
 import multiprocessing
 import os
@@ -79,6 +80,7 @@ def serve_kernel(arguments, folder, log):
     sys.argv = ["ipykernel_launcher", *arguments]
     from ipykernel.kernelapp import IPKernelApp
 
+    gc.freeze()  # what is imported holds no garbage, and every training looks for some
     IPKernelApp.launch_instance(arguments)
 
 
