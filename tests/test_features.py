@@ -129,6 +129,20 @@ def test_another_origin_is_refused(made, change, field):
     assert sorted(p.stat().st_mtime_ns for p in made.glob("hs_*")) == before
 
 
+def test_rows_that_are_masked_anew_are_trained_by_the_new_mask(tmp_path):
+    verifier, rows = make_verifier(), make_rows(2)
+    extract_features(verifier, rows, tmp_path, dtype=torch.float32)
+    shorter = [[False] * (len(mask) - 1) + [True] for mask in rows["loss_mask"]]
+    again = rows.remove_columns("loss_mask").add_column("loss_mask", shorter)
+    assert extract_features(verifier, again, tmp_path, dtype=torch.float32) == {"written": 0, "kept": 2}
+    assert [row["loss_mask"].tolist() for row in FeatureDataset(tmp_path)] == shorter
+
+
+def test_a_rank_beyond_the_last_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="rank=2: must be less than world_size=2"):
+        extract_features(make_verifier(), make_rows(2), tmp_path, rank=2, world_size=2)
+
+
 def test_resume_makes_only_what_is_missing(tmp_path):
     verifier, rows = make_verifier(), make_rows()
     assert extract_features(verifier, rows, tmp_path, indices=range(0, N, 2)) == {"written": 12, "kept": 0}

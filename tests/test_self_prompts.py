@@ -67,6 +67,13 @@ def test_nothing_that_can_be_used(pair, tmp_path, monkeypatch):
         write_self_prompts(*pair, tmp_path / "a.jsonl", 1, languages="th", batch_size=4)
 
 
+def test_a_verifier_that_repeats_itself_ends(pair, tmp_path, monkeypatch):
+    one = [*pair[1]("Can you tell me why the sky is blue?")["input_ids"], pair[1].eos_token_id]
+    monkeypatch.setattr(self_prompts, "answer", lambda verifier, prompts, *_: [one] * len(prompts))
+    with pytest.raises(ValueError, match="last 40 questions none .*43 × a duplicate.*; ask for the 1 that are written"):
+        write_self_prompts(*pair, tmp_path / "a.jsonl", 3, batch_size=4)
+
+
 def test_the_command_answers_its_own_questions(tmp_path):
     line = ["regenerate", tmp_path / "q.jsonl", tmp_path / "a.jsonl", "--verifier", VERIFIER]
     line += ["--self-prompts", 6, "--batch-size", 8, "--max-new-tokens", 8]

@@ -131,6 +131,12 @@ def check_origin(path: str | os.PathLike, config: dict) -> None:
         )
 
 
+def _same_masks(*tables):
+    "Whether two tables of the same tokens are trained at the same positions."
+    columns = [table.select_columns(["loss_mask"]).with_format("arrow").iter(1000) for table in tables]
+    return all(ours.equals(theirs) for ours, theirs in zip(*columns))
+
+
 def _set_up(folder, dataset, config):
     "Write the rows and their record into a folder; one process at a time."
     refuse_model(folder, drafters=True)
@@ -142,6 +148,9 @@ def _set_up(folder, dataset, config):
             shutil.rmtree(unfinished, ignore_errors=True)
         if file.exists():
             check_origin(file, config)
+            if not _same_masks(load_table(folder / "rows"), dataset):
+                log.warning("%s: its rows get the loss mask that they now have; their features stay", folder)
+                save_prepared(dataset.with_format("torch"), folder / "rows")
             return
         save_prepared(dataset.with_format("torch"), folder / "rows")  # as upstream reads it
         write_object(file, config)

@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 
 from ..core.files import DiskError
+from ..core.options import check_options
 from ..data.images import row_inputs
 from .feature_folder import FeatureFolder, disk_error, origin, split_of, table_of
 from .feature_rows import FP8, FeatureError, FeatureRow, FeatureRows, stored_dtype
@@ -149,6 +150,7 @@ def extract_features(
     """Write the features of rows that have no valid file. ValueError: another origin;
     FeatureError: not finite; DiskError: the rest is kept; BlockingIOError: another process
     makes this share."""
+    check_options(dict(max_tokens=max_tokens, rank=rank, world_size=world_size, shard_gb=shard_gb))
     dtype, dataset = stored_dtype(dtype), table_of(dataset)
     out_dir = Path(out_dir).expanduser()  # as `datasets` where it writes the table
     check_tokens(dataset, verifier.vocab_size)
