@@ -206,6 +206,12 @@ def test_reasoning_that_nothing_closes_stays_in_the_answer():
     assert parser_of(tok)(ids_of(tok, "So: 4<|im_end|>"), []) == say("assistant", "So: 4")
 
 
+def test_an_end_token_that_the_tokenizer_does_not_have():
+    tokenizer = bytes_tokenizer()
+    message = AnswerParser(tokenizer, [len(tokenizer) + 5])(tokenizer("hi")["input_ids"], [1])
+    assert message == {"role": "assistant", "content": "hi"}
+
+
 def test_an_open_thought_of_the_prompt_is_part_of_the_answer():
     prompt = SHAPES["think, Hermes"].replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
     tok = tokenizer_with(prompt)

@@ -417,6 +417,12 @@ def test_a_server_that_ends_is_noticed(engine):
             server.check()
 
 
+def test_a_server_leaves_no_file_open(engine):
+    opened = len(os.listdir("/dev/fd"))
+    Server([engine, "serve", "x"]).log.unlink()
+    assert len(os.listdir("/dev/fd")) == opened
+
+
 def test_a_port_that_is_taken(engine):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))

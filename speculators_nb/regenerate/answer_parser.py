@@ -270,7 +270,7 @@ class AnswerParser:
     def __init__(self, tokenizer: Any, eos_ids: Iterable[int] = (), **template_kwargs):
         self.tokenizer = tokenizer
         self.eos_ids = {*eos_ids, tokenizer.eos_token_id} - {None}
-        self.ends = [self._decode([i]) for i in sorted(self.eos_ids)]
+        self.ends = [text for text in map(self._decode, [[i] for i in sorted(self.eos_ids)]) if text]
         self.kwargs = template_kwargs
         self.control = ControlTokens(tokenizer)
         self.marks = self._marks()
