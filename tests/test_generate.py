@@ -21,6 +21,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from small_verifier import TURNING, read_whole, turning_verifier
+
 from speculators_nb.core.config import SpeculatorsConfig, VerifierConfig
 from speculators_nb.core.registry import DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig
 from speculators_nb.decode import acceptance_rules as accept
@@ -374,6 +376,22 @@ def test_the_context_limits_the_output(verifier):
     assert g.tokens == hf_greedy(verifier, prompt, 6) or EOS in g.tokens
 
 
+@pytest.mark.parametrize("kv_cache", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", TURNING)
+def test_a_text_that_outgrows_its_angles_is_read_anew(kind, kv_cache):
+    verifier = turning_verifier(kind)
+    prompts = [[5, 9, 2] * 6, [3], [30, 31, 8] * 10]
+    truth = [read_whole(verifier, prompt, 20) for prompt in prompts]
+    plain = generate(verifier, NoDrafter(), prompts, max_new_tokens=20, kv_cache=kv_cache)
+    assert [g.tokens for g in plain] == truth
+    for prompt, text in zip(prompts, truth):
+        knows = Scripted(oracle(prompt + text, wrong_every=7), [0, 1])
+        g = generate(verifier, knows, prompt, max_new_tokens=20, k=5, kv_cache=kv_cache)
+        assert g.tokens == text
+        states = [features for _, features, _ in knows.calls if features is not None]
+        assert sum(map(len, states)) <= len(prompt) + 20  # none is handed out twice
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -482,6 +500,12 @@ def test_refuses_tokens_out_of_the_vocabulary(verifier, token, many):
 def test_one_bad_request_of_a_batch_is_refused(verifier, prompts, message):
     with pytest.raises(ValueError, match=message):
         generate(verifier, NgramDrafter(), prompts, max_new_tokens=5)
+
+
+def test_a_draft_model_whose_rope_is_stretched_has_the_longer_context(verifier):
+    rope = dict(rope_type="linear", rope_theta=1e4, factor=4.0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE | dict(rope_parameters=rope)))
+    assert DraftModel(model, verifier).context_length == 4 * 96
 
 
 def test_a_draft_model_with_a_shorter_context(verifier):

@@ -2,7 +2,6 @@
 They go to a folder, resumed after any interruption, or live into training."""
 
 import logging
-import math
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,7 +18,7 @@ from .feature_folder import FeatureFolder, disk_error, origin, split_of, table_o
 from .feature_rows import FP8, FeatureError, FeatureRow, FeatureRows, stored_dtype
 from ..jobs.shared_output import share_writer
 from ..verifier.identity import check_verifier_head, checkpoint_fingerprint, fingerprint
-from ..verifier.row_limits import RowLimits, same_angles_until
+from ..verifier.row_limits import RowLimits
 from ..verifier.tapped_model import Verifier, computing
 
 
@@ -57,8 +56,7 @@ def states_of(
     ValueError for a row beyond learned positions."""
     tokens = [torch.as_tensor(row, dtype=torch.long) for row in rows]
     inputs = inputs or [{}] * len(rows)
-    border = same_angles_until(vars(verifier.config)) or math.inf
-    text, states = [i for i, x in enumerate(inputs) if not x and len(tokens[i]) <= border], {}
+    text, states = [i for i, x in enumerate(inputs) if not x and len(tokens[i]) <= verifier.border], {}
     try:
         if text:
             ids = torch.nn.utils.rnn.pad_sequence([tokens[i] for i in text], batch_first=True)
