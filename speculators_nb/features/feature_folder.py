@@ -148,10 +148,12 @@ def _set_up(folder, dataset, config):
             shutil.rmtree(unfinished, ignore_errors=True)
         if file.exists():
             check_origin(file, config)
-            if not _same_masks(load_table(folder / "rows"), dataset):
-                log.warning("%s: its rows get the loss mask that they now have; their features stay", folder)
-                save_prepared(dataset.with_format("torch"), folder / "rows")
-            return
+            was = read_data_config(folder)["data"].get("split")
+            split = config["data"].get("split", was)
+            if split == was and _same_masks(load_table(folder / "rows"), dataset):
+                return
+            log.warning("%s: its rows get the loss mask and the split that they have now; their features stay", folder)
+            config = config | {"data": config["data"] | ({"split": split} if split else {})}
         save_prepared(dataset.with_format("torch"), folder / "rows")  # as upstream reads it
         write_object(file, config)
 
