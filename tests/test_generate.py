@@ -27,7 +27,7 @@ from speculators_nb.core.config import SpeculatorsConfig, VerifierConfig
 from speculators_nb.core.registry import DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig
 from speculators_nb.decode import acceptance_rules as accept
 from speculators_nb.decode.draft_model import DraftModel
-from speculators_nb.decode.generate import NoDrafter, Trace, generate
+from speculators_nb.decode.generate import HiddenStates, NoDrafter, Trace, generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.proposal_setup import TreeDrafter
 from speculators_nb.decode.suffix import SuffixDrafter
@@ -385,6 +385,9 @@ def test_a_text_that_outgrows_its_angles_is_read_anew(kind, kv_cache):
     plain = generate(verifier, NoDrafter(), prompts, max_new_tokens=20, kv_cache=kv_cache)
     assert [g.tokens for g in plain] == truth
     for prompt, text in zip(prompts, truth):
+        kept = generate(verifier, HiddenStates([0, 1]), prompt, max_new_tokens=20, kv_cache=kv_cache)
+        whole = verifier(torch.tensor([prompt + text[:-1]]), use_cache=False).hidden_states[0]
+        torch.testing.assert_close(kept.hidden_states, whole, rtol=1e-4, atol=1e-4)
         knows = Scripted(oracle(prompt + text, wrong_every=7), [0, 1])
         g = generate(verifier, knows, prompt, max_new_tokens=20, k=5, kv_cache=kv_cache)
         assert g.tokens == text

@@ -210,8 +210,10 @@ def decoding_step(
     for i, request in enumerate(active):
         if request.record and request.read:
             request.records.append(recorded(request, looked[i], chosen[i][1], logits[i]))
-        hidden, token = results[i][1][again:, columns], decisions[i].token
-        add_step(request, proposals[i], looked[i], token, hidden, stop)
+        hidden, token = results[i][1][:, columns], decisions[i].token
+        if again and request.states:
+            request.states = [hidden[:again]]
+        add_step(request, proposals[i], looked[i], token, hidden[again:], stop)
         learns: Any = request.drafter  # some have `finish`
         if request.finish_reason and hasattr(learns, "finish"):
             learns.finish(request.on_host)
