@@ -18,9 +18,7 @@ def small_verifier(aux_layer_ids: Sequence[int] | None = None, **sizes) -> Verif
 
 LONGROPE = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 4, long_factor=[4.0] * 4, factor=8.0)
 TURNING = {  # RoPE whose angles depend on a text's length, from 24 tokens on
-    "longrope": dict(
-        max_position_embeddings=192, rope_parameters=LONGROPE | dict(original_max_position_embeddings=24)
-    ),
+    "longrope": dict(max_position_embeddings=192, rope_parameters=LONGROPE | dict(original_max_position_embeddings=24)),
     "dynamic": dict(max_position_embeddings=24, rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=8.0)),
 }
 

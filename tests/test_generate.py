@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_verifier import TURNING, read_whole, turning_verifier
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -20,8 +21,6 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
-
-from small_verifier import TURNING, read_whole, turning_verifier
 
 from speculators_nb.core.config import SpeculatorsConfig, VerifierConfig
 from speculators_nb.core.registry import DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig

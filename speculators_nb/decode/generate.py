@@ -197,8 +197,8 @@ def decoding_step(
     "One step of all requests. A device is waited for once."
     model = context.verifier
     with checks_later() as checks:
-        rooms = [model.room(len(r.tokens)) for r in active]
-        proposals = [propose(r, k, model.vocab_size, n) for r, n in zip(active, rooms)]
+        longest = [model.until_border(len(r.tokens)) for r in active]
+        proposals = [propose(r, k, model.vocab_size, n) for r, n in zip(active, longest)]
         trees = [p.tree for p in proposals]
         unread = [r.tokens[r.read - again :] for r in active]
         results = context.read(unread, trees, **(dict(inputs=inputs) if inputs else {}))
@@ -237,8 +237,8 @@ def generate(
 ) -> Generation | list[Generation]:  # tokens and steps; a list for a list of requests
     """Speculative decoding (2211.17192, algorithm 1). Under a lossless rule the output has the
     verifier's distribution. Requests of a list are read by the verifier together; each has a
-    shallow copy of the drafter, which shares its weights. Where a text can outgrow the angles of
-    its RoPE (longrope, dynamic), each request is read alone, and anew at the border."""
+    shallow copy of the drafter, which shares its weights. Where a text can outgrow its angles
+    (RoPE of types longrope and dynamic), each request is read alone, and anew at the border."""
     given = dict(max_new_tokens=max_new_tokens, k=k, rule=rule, record=record)
     check_options(given | dict(kv_cache=kv_cache))
     if rule == "fly" and isinstance(k, int):  # vLLM's window, also for shorter drafts
@@ -272,9 +272,10 @@ def generate(
         context = context_for(verifier, len(active), kv_cache, longest)
         while active:
             first, again = active[0], 0
-            if first.read and len(first.tokens) - first.read > verifier.room(first.read):
-                context, again = context_for(verifier, 1, kv_cache, longest), first.read
-            pictures = None if again < first.read else inputs  # they are in the prompt
+            unread, read = len(first.tokens) - first.read, first.read
+            if read and unread > verifier.until_border(read):
+                context, again = context_for(verifier, 1, kv_cache, longest), read
+            pictures = None if again < read else inputs  # they are in the prompt
             looked = decoding_step(
                 context, active, k, rule, eos_token_ids, columns, pictures, again
             )

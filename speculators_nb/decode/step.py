@@ -135,14 +135,14 @@ def wanted_depth(k: int | Callable[[list[Step]], int], steps: list[Step]) -> int
 
 
 def propose(
-    request: Request, k: int | Callable[[list[Step]], int], vocab_size: int, room: int = sys.maxsize
+    request: Request, k: int | Callable[[list[Step]], int], vocab_size: int, longest: int = sys.maxsize
 ) -> Proposal:
     """Ask the drafter for draft tokens of the verifier's vocabulary: `k` deep, or as deep as a function of the steps so
-    far says, within the `room` behind the text; the last token before the limit is left to the verifier. The prompt is
-    read without a draft."""
+    far says, and at most `longest`; the last token before the limit is left to the verifier. The prompt is read without
+    a draft."""
     requested = 0
     if request.read:
-        requested = min(wanted_depth(k, request.steps), request.remaining - 1, room)
+        requested = min(wanted_depth(k, request.steps), request.remaining - 1, longest)
     if not requested:
         return Proposal(requested, TokenTree.chain(request.tokens[:0]))
     drafter, sampling = request.drafter, request.sampling

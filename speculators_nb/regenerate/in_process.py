@@ -205,7 +205,7 @@ def answers(
         for request in requests:
             n, length = len(request.tokens), len(request.text)
             over = n >= max_new_tokens or limits.exceeded(length + 1) or request.tokens[-1] in ends
-            if over or not verifier.room(length - 1):
+            if over or not verifier.until_border(length - 1):
                 batch.requests[batch.requests.index(request)] = None
                 if over:
                     yield request

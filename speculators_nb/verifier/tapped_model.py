@@ -371,9 +371,9 @@ class Verifier:
             position_ids = text_positions(input_ids, position_ids, cache)
         return position_ids if self._takes_positions else None
 
-    def room(self, n: int) -> int:
-        """How many tokens behind n others leave these at their angles: of a RoPE of type dynamic or longrope, those up
-        to the border; beyond it longrope leaves all, dynamic none."""
+    def until_border(self, n: int) -> int:
+        """How many tokens behind n others leave these at their angles. With a RoPE of type longrope or dynamic it is
+        those up to the border; beyond it all leave them with the former, none with the latter."""
         if n > self.border:
             return 0 if self._dynamic else sys.maxsize
         return self.border - n
