@@ -134,7 +134,7 @@ def check_origin(path: str | os.PathLike, config: dict) -> None:
 def _same_masks(*tables):
     "Whether two tables of the same tokens are trained at the same positions."
     columns = [table.select_columns(["loss_mask"]).with_format("arrow").iter(1000) for table in tables]
-    return all(ours.equals(theirs) for ours, theirs in zip(*columns))
+    return all(ours.equals(theirs.cast(ours.schema)) for ours, theirs in zip(*columns))
 
 
 def _set_up(folder, dataset, config):
