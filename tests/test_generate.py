@@ -387,6 +387,8 @@ def test_a_text_that_outgrows_its_angles_is_read_anew(kind, kv_cache):
         kept = generate(verifier, HiddenStates([0, 1]), prompt, max_new_tokens=20, kv_cache=kv_cache)
         whole = verifier(torch.tensor([prompt + text[:-1]]), use_cache=False).hidden_states[0]
         torch.testing.assert_close(kept.hidden_states, whole, rtol=1e-4, atol=1e-4)
+        twin = generate(verifier, DraftModel(verifier.model, verifier), prompt, max_new_tokens=20, kv_cache=kv_cache)
+        assert all(step.accepted == step.requested for step in twin.steps)
         knows = Scripted(oracle(prompt + text, wrong_every=7), [0, 1])
         g = generate(verifier, knows, prompt, max_new_tokens=20, k=5, kv_cache=kv_cache)
         assert g.tokens == text

@@ -61,6 +61,8 @@ class DraftModel:
         n = min(len(tokens) - 1, len(self.decided))
         same = (tokens[:n] == self.decided[:n]).long().cumprod(0)
         start = int(same.sum())
+        if len(tokens) - start > self.model.until_border(start):
+            start = 0  # its keys have the angles of a shorter text
         self.context.forget(start)
         logits = self.read_on(tokens[start:], tree)
         self.decided = tokens
