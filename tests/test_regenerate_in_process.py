@@ -375,6 +375,8 @@ def test_progress_is_shown_from_the_start_and_counts_tokens(tmp_path, capsys):
 def test_an_end_token_is_needed():
     tok, verifier = tokenizer(), make_verifier()
     assert eos_ids_of(verifier, tok) == {257}
+    verifier.model.generation_config.eos_token_id = -1
+    assert eos_ids_of(verifier, tok) == {257}
     tok.eos_token, verifier.model.generation_config.eos_token_id = None, None
     with pytest.raises(ValueError, match="answers would never end"):
         eos_ids_of(verifier, tok)

@@ -380,10 +380,10 @@ def _replayed(windows, answering, journal, batch_size, progress):
 
 
 def eos_ids_of(verifier: Verifier, tokenizer) -> set[int]:
-    """Every id that ends an answer: the tokenizer names one, the verifier's generation config perhaps several.
+    """Every id that ends an answer: the tokenizer names one, the verifier's generation config none, one or several.
     ValueError: none is known."""
     ids = verifier.model.generation_config.eos_token_id
-    ids = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None}
+    ids = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None, -1}  # as configs write none
     if not ids:
         raise ValueError(
             "neither the tokenizer nor the verifier's generation_config has an eos_token_id: answers would never end"

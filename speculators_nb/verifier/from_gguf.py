@@ -151,8 +151,8 @@ def read_header(file: Path, name: str) -> dict[str, Any]:
         for token, key in dict(bos="bos", eos="eos", unk="unknown", pad="padding").items():
             i = text(f"tokenizer.ggml.{key}_token_id")
             found[f"{token}_token"] = None if i is None or tokens is None else tokens.contents(i)
-        ends = {text(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")}
-    return found | {"ends": sorted(ends - {None})}
+        ends = [text(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
+    return found | {"ends": sorted({i for i in ends if i is not None})}
 
 
 # of Llama 3.1 to 3.3, whose files hold the divisors of the frequencies that these numbers and a factor make
