@@ -201,6 +201,12 @@ def test_what_is_not_read_is_named(shape, answer, why):
     assert why in str(e.value)
 
 
+def test_json_without_tools_is_no_call():
+    tok, answer = tokenizer_with(SHAPES["Llama"]), '{"name": "Bern", "parameters": {"canton": "BE"}}'
+    assert parser_of(tok)(ids_of(tok, answer), []) == say("assistant", answer)
+    assert "tool_calls" in parser_of(tok)(ids_of(tok, answer), [], TOOLS)
+
+
 def test_reasoning_that_nothing_closes_stays_in_the_answer():
     tok = tokenizer_with(CHATML.replace("BODY", "{{ m.reasoning_content or '' }}\n{{ m.content }}"))
     assert parser_of(tok)(ids_of(tok, "So: 4<|im_end|>"), []) == say("assistant", "So: 4")

@@ -339,7 +339,7 @@ class AnswerParser:
                 if thought:
                     message["reasoning_content"] = thought
         calls = []
-        if marks.calls:
+        if marks.calls and (tools or marks.calls.begin):  # bare JSON is a call where there are tools
             text, calls = marks.calls.read(text, tools)
         if before:
             text = text.lstrip().removeprefix(before)
