@@ -203,7 +203,8 @@ def answers(
         if progress:
             progress(len(requests))
         for request in requests:
-            n, length = len(request.tokens), len(request.text)
+            n = len(request.tokens)
+            length = len(request.prompt) + n
             over = n >= max_new_tokens or limits.exceeded(length + 1) or request.tokens[-1] in ends
             if over or not verifier.until_border(length - 1):
                 batch.requests[batch.requests.index(request)] = None

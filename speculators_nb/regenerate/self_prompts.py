@@ -40,7 +40,7 @@ TEMPERATURE, TOP_P = 1.0, 0.9  # of the questions, whatever the answers have
 LONGEST = 64  # tokens; a question that has not ended by then is dropped
 SHORTEST = 5  # tokens
 OPENING = 8  # words; a question that begins with the same ones as another is a duplicate
-MOST_USELESS = 10  # batches in a row of which no question is kept
+MOST_USELESS = 960  # questions in a row of which none is kept
 # how an assistant speaks: the model has mistaken whose turn it is
 _ASSISTANT = re.compile(
     r"\W*(i'?m sorry|i am sorry|sorry, but|i apologi[sz]e|as an ai|i'?m an ai|i am an ai"
@@ -157,12 +157,12 @@ def write_self_prompts(
                 file.flush()
                 first, lines = start + batch_size, lines + new
                 bar.update(len(new))
-                useless = 0 if new else useless + 1
-                if useless == MOST_USELESS:
+                useless = 0 if new else useless + batch_size
+                if useless >= MOST_USELESS:
                     reasons = "; ".join(f"{k} × {why}" for why, k in dropped.most_common(3))
                     fewer = f"ask for the {len(lines)} that are written, or " if lines else ""
                     raise ValueError(
-                        f"self_prompts={n}: of the verifier's last {useless * batch_size} questions none can be used "
+                        f"self_prompts={n}: of the verifier's last {useless} questions none can be used "
                         f"({reasons}); {fewer}name a file of prompts"
                     )
     return dropped
