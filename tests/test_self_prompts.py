@@ -71,7 +71,7 @@ def test_nothing_that_can_be_used(pair, tmp_path, monkeypatch):
 def test_a_verifier_that_repeats_itself_ends(pair, tmp_path, monkeypatch):
     one = [*pair[1]("Can you tell me why the sky is blue?")["input_ids"], pair[1].eos_token_id]
     monkeypatch.setattr(self_prompts, "answer", lambda verifier, prompts, *_: [one] * len(prompts))
-    with pytest.raises(ValueError, match="last 960 questions none .*963 × a duplicate.*; ask for the 1 that are written"):
+    with pytest.raises(ValueError, match="last 960 questions .*963 × a duplicate.*; ask for the 1 that are written"):
         write_self_prompts(*pair, tmp_path / "a.jsonl", 3, batch_size=4)
 
 
