@@ -201,9 +201,21 @@ def test_what_is_not_read_is_named(shape, answer, why):
     assert why in str(e.value)
 
 
+def test_json_without_tools_is_no_call():
+    tok, answer = tokenizer_with(SHAPES["Llama"]), '{"name": "Bern", "parameters": {"canton": "BE"}}'
+    assert parser_of(tok)(ids_of(tok, answer), []) == say("assistant", answer)
+    assert "tool_calls" in parser_of(tok)(ids_of(tok, answer), [], TOOLS)
+
+
 def test_reasoning_that_nothing_closes_stays_in_the_answer():
     tok = tokenizer_with(CHATML.replace("BODY", "{{ m.reasoning_content or '' }}\n{{ m.content }}"))
     assert parser_of(tok)(ids_of(tok, "So: 4<|im_end|>"), []) == say("assistant", "So: 4")
+
+
+def test_an_end_token_that_the_tokenizer_does_not_have():
+    tokenizer = bytes_tokenizer()
+    message = AnswerParser(tokenizer, [len(tokenizer) + 5])(tokenizer("hi")["input_ids"], [1])
+    assert message == {"role": "assistant", "content": "hi"}
 
 
 def test_an_open_thought_of_the_prompt_is_part_of_the_answer():

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig
 
+from speculators_nb.verifier.identity import check_verifier_head, fingerprint
 from speculators_nb.verifier.tapped_model import Verifier
 
 TINY = Path(__file__).parents[1] / "data/tiny-verifier"
@@ -16,14 +17,17 @@ IDS = torch.arange(3, 40)[None]
 
 def test_layers_on_the_disk_give_the_same_states(tmp_path):
     "A map over CPU and disk, as `auto` makes one where memory is short."
-    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    places = {"model.embed_tokens": "cpu", "model.norm": "disk", "model.rotary_emb": "cpu", "lm_head": "disk"}
     places |= {f"model.layers.{i}": "disk" if i in (2, 3) else "cpu" for i in range(6)}
-    whole = Verifier.from_pretrained(TINY)(IDS)
+    loaded = Verifier.from_pretrained(TINY)
+    whole = loaded(IDS)
     spread = Verifier.from_pretrained(TINY, device_map=places, offload_folder=tmp_path)
     assert any(p.is_meta for p in spread.model.parameters())
     found = spread(IDS)
     for name in ("logits", "hidden_states", "last_hidden_states"):
         assert torch.equal(getattr(whole, name), getattr(found, name)), name
+    assert fingerprint(spread.model) == fingerprint(loaded.model)
+    check_verifier_head(spread, IDS[0])
 
 
 def quantise(folder, method, **more):

@@ -12,8 +12,9 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from speculators_nb.core.checkpoints import save_tensors
+from speculators_nb.data.prepared_folder import read_data_config
 from speculators_nb.features import feature_rows
-from speculators_nb.features.feature_folder import FeatureDataset, table_of
+from speculators_nb.features.feature_folder import FeatureDataset, FeatureFolder, origin, table_of
 from speculators_nb.features.feature_rows import (
     FP8,
     FeatureError,
@@ -127,6 +128,29 @@ def test_another_origin_is_refused(made, change, field):
     with pytest.raises(ValueError, match=field.replace(".", r"\.")):
         extract_features(**kwargs)
     assert sorted(p.stat().st_mtime_ns for p in made.glob("hs_*")) == before
+
+
+def test_rows_that_are_masked_anew_are_trained_by_the_new_mask(tmp_path):
+    verifier, rows = make_verifier(), make_rows(2)
+    extract_features(verifier, rows, tmp_path, dtype=torch.float32)
+    shorter = [[False] * (len(mask) - 1) + [True] for mask in rows["loss_mask"]]
+    again = rows.remove_columns("loss_mask").add_column("loss_mask", shorter)
+    assert extract_features(verifier, again, tmp_path, dtype=torch.float32) == {"written": 0, "kept": 2}
+    assert [row["loss_mask"].tolist() for row in FeatureDataset(tmp_path)] == shorter
+
+
+def test_rows_that_are_split_anew_are_held_out_anew(tmp_path):
+    rows = make_rows(6)
+    config = origin({"fingerprint": "x"}, [1, 2], rows, "bfloat16")
+    for val, known in ((1, True), (2, True), (2, False)):  # a table without its folder says nothing of a split
+        split = {"split": {"train": 6 - val, "val": val}} if known else {}
+        FeatureFolder(tmp_path, rows, config | {"data": config["data"] | split})
+        assert read_data_config(tmp_path)["data"]["split"] == {"train": 6 - val, "val": val}
+
+
+def test_a_rank_beyond_the_last_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="rank=2: must be less than world_size=2"):
+        extract_features(make_verifier(), make_rows(2), tmp_path, rank=2, world_size=2)
 
 
 def test_resume_makes_only_what_is_missing(tmp_path):

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_verifier import TURNING, read_whole, turning_verifier
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -25,7 +26,7 @@ from speculators_nb.core.config import SpeculatorsConfig, VerifierConfig
 from speculators_nb.core.registry import DynamicTreeTokenProposalConfig, GreedyTokenProposalConfig
 from speculators_nb.decode import acceptance_rules as accept
 from speculators_nb.decode.draft_model import DraftModel
-from speculators_nb.decode.generate import NoDrafter, Trace, generate
+from speculators_nb.decode.generate import HiddenStates, NoDrafter, Trace, generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.proposal_setup import TreeDrafter
 from speculators_nb.decode.suffix import SuffixDrafter
@@ -374,6 +375,27 @@ def test_the_context_limits_the_output(verifier):
     assert g.tokens == hf_greedy(verifier, prompt, 6) or EOS in g.tokens
 
 
+@pytest.mark.parametrize("kv_cache", ["dynamic", "static"])
+@pytest.mark.parametrize("kind", TURNING)
+def test_a_text_that_outgrows_its_angles_is_read_anew(kind, kv_cache):
+    verifier = turning_verifier(kind)
+    prompts = [[5, 9, 2] * 6, [3], [30, 31, 8] * 10]
+    truth = [read_whole(verifier, prompt, 20) for prompt in prompts]
+    plain = generate(verifier, NoDrafter(), prompts, max_new_tokens=20, kv_cache=kv_cache)
+    assert [g.tokens for g in plain] == truth
+    for prompt, text in zip(prompts, truth):
+        kept = generate(verifier, HiddenStates([0, 1]), prompt, max_new_tokens=20, kv_cache=kv_cache)
+        whole = verifier(torch.tensor([prompt + text[:-1]]), use_cache=False).hidden_states[0]
+        torch.testing.assert_close(kept.hidden_states, whole, rtol=1e-4, atol=1e-4)
+        twin = generate(verifier, DraftModel(verifier.model, verifier), prompt, max_new_tokens=20, kv_cache=kv_cache)
+        assert all(step.accepted == step.requested for step in twin.steps)
+        knows = Scripted(oracle(prompt + text, wrong_every=7), [0, 1])
+        g = generate(verifier, knows, prompt, max_new_tokens=20, k=5, kv_cache=kv_cache)
+        assert g.tokens == text
+        states = [features for _, features, _ in knows.calls if features is not None]
+        assert sum(map(len, states)) <= len(prompt) + 20  # none is handed out twice
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -482,6 +504,12 @@ def test_refuses_tokens_out_of_the_vocabulary(verifier, token, many):
 def test_one_bad_request_of_a_batch_is_refused(verifier, prompts, message):
     with pytest.raises(ValueError, match=message):
         generate(verifier, NgramDrafter(), prompts, max_new_tokens=5)
+
+
+def test_a_draft_model_whose_rope_is_stretched_has_the_longer_context(verifier):
+    rope = dict(rope_type="linear", rope_theta=1e4, factor=4.0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE | dict(rope_parameters=rope)))
+    assert DraftModel(model, verifier).context_length == 4 * 96
 
 
 def test_a_draft_model_with_a_shorter_context(verifier):

@@ -73,9 +73,9 @@ def tensors_of(model):
         yield f"blk.{layer}.{NAMES[part]}.weight", w
 
 
-def write(path, model, quantisation="F32", architecture="llama", pre="smollm", scaling=(), divisors=None):
+def write(path, model, quantisation="F32", architecture="llama", pre="smollm", scaling=(), divisors=None, turn=None):
     """The model as a GGUF file, with the tokenizer of the tiny verifier and SmolLM2's template; RoPE's kind of scaling
-    and factor, or the divisors of its frequencies."""
+    and factor, or the divisors of its frequencies; the id that ends a turn, where it is not that of a text."""
     kind = gguf.GGMLQuantizationType[quantisation]
     tokenizer = json.loads((TINY / "tokenizer.json").read_text())
     c, writer = model.config, gguf.GGUFWriter(path, architecture)
@@ -102,6 +102,8 @@ def write(path, model, quantisation="F32", architecture="llama", pre="smollm", s
     writer.add_token_merges([m if isinstance(m, str) else " ".join(m) for m in tokenizer["model"]["merges"]])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
+    if turn is not None:
+        writer.add_eot_token_id(turn)
     writer.add_unk_token_id(3)
     writer.add_pad_token_id(0)
     writer.add_chat_template(TEMPLATE)
@@ -178,6 +180,12 @@ def test_texts_get_the_ids_of_the_model(folder):
     ids = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id, tokenizer.pad_token_id
     assert ids == (1, 2, 3, 0) and tokenizer.chat_template == TEMPLATE and len(tokenizer) == 2048
     assert eos_ids_of(Verifier.from_pretrained(folder), tokenizer) == {2}
+
+
+def test_an_answer_ends_with_its_turn(model, tmp_path):
+    "Gemma's and Phi-3's files have one id for the end of a text and another for the end of a turn."
+    folder = save_verifier(str(write(tmp_path / "tiny.gguf", model, turn=7)), tmp_path / "tiny")
+    assert eos_ids_of(Verifier.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)) == {2, 7}
 
 
 def test_loss_masks_are_those_of_marks_set_by_hand(folder):

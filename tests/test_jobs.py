@@ -168,6 +168,13 @@ def test_a_function_on_ray(tmp_path, monkeypatch):
         on_ray._results(ray_of(), tasks)
 
 
+def test_a_word_on_ray_is_no_folder_of_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("vllm").mkdir()
+    given = on_ray._absolute("source", "vllm"), on_ray._absolute("data", "vllm"), on_ray._absolute("data", "gsm8k")
+    assert given == ("vllm", str(tmp_path / "vllm"), "gsm8k")
+
+
 @pytest.mark.parametrize("nodes,gpus,tasks", [(1, 0, 4), (2, 0, 8), (1, 8, 32), (4, 32, 128)])
 def test_four_tasks_for_each_gpu_or_node(nodes, gpus, tasks):
     assert len(on_ray._tasks(ray_of(nodes, gpus), made_share, {}, "sign")) == tasks

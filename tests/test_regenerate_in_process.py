@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from small_verifier import TURNING, read_whole, turning_verifier
 from test_chat_encoding import tokenizer as byte_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.integrations import sdpa_attention
@@ -109,6 +110,20 @@ def test_an_answer_does_not_depend_on_its_batch(temperature):
     assert len(set(map(len, together))) > 1 or temperature == 0  # rows really leave at different times
     assert together == [answer(verifier, [p], 40, {257}, temperature, seeds=[s])[0] for s, p in enumerate(PROMPTS)]
     assert answer(verifier, PROMPTS[::-1], 40, {257}, temperature, seeds=range(4, -1, -1)) == together[::-1]
+
+
+@pytest.mark.parametrize("kind", TURNING)
+def test_an_answer_that_outgrows_its_angles_does_not_depend_on_its_batch(kind):
+    verifier = turning_verifier(kind)
+    prompts = [[5, 9, 2] * 6, [3], [30, 31, 8] * 10, [4] * 24, [7] * 23]
+    truth = [read_whole(verifier, prompt, 20) for prompt in prompts]
+    assert answer(verifier, prompts, 20, []) == truth
+    end = truth[0][11]
+    cut = [text[: text.index(end) + 1] if end in text else text for text in truth]
+    assert answer(verifier, prompts, 20, {end}) == cut
+    requests = iter([AnswerRequest(prompt, about=i) for i, prompt in enumerate(prompts)])
+    done = answers(verifier, lambda: next(requests, None), 20, [], batch_size=2)
+    assert {request.about: request.tokens for request in done} == dict(enumerate(truth))
 
 
 def test_finished_rows_cost_nothing():
@@ -359,6 +374,8 @@ def test_progress_is_shown_from_the_start_and_counts_tokens(tmp_path, capsys):
 
 def test_an_end_token_is_needed():
     tok, verifier = tokenizer(), make_verifier()
+    assert eos_ids_of(verifier, tok) == {257}
+    verifier.model.generation_config.eos_token_id = -1
     assert eos_ids_of(verifier, tok) == {257}
     tok.eos_token, verifier.model.generation_config.eos_token_id = None, None
     with pytest.raises(ValueError, match="answers would never end"):

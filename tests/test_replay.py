@@ -292,6 +292,7 @@ def test_a_filter_reads_the_rows_own_word_first_and_the_users_words_else():
         and keep(talk | {"language": ""}, "en")
     )
     assert (code_of("Chinese"), code_of("zh-Hant"), code_of("PT_br")) == ("zh", "zh", "pt")
+    assert keep(talk | {"language": "no"}, "Norwegian") and keep(talk | {"language": "nb"}, "no")
     with pytest.raises(ValueError, match="elvish, quenya not known"):
         wanted_languages("en,Quenya,Elvish")
 

@@ -63,8 +63,16 @@ def test_an_interrupted_run_writes_the_same_file(pair, tmp_path):
 
 def test_nothing_that_can_be_used(pair, tmp_path, monkeypatch):
     monkeypatch.setattr(self_prompts, "LONGEST", 8)
+    monkeypatch.setattr(self_prompts, "MOST_USELESS", 40)
     with pytest.raises(ValueError, match="none can be used .*no end within.*; name a file of prompts"):
         write_self_prompts(*pair, tmp_path / "a.jsonl", 1, languages="th", batch_size=4)
+
+
+def test_a_verifier_that_repeats_itself_ends(pair, tmp_path, monkeypatch):
+    one = [*pair[1]("Can you tell me why the sky is blue?")["input_ids"], pair[1].eos_token_id]
+    monkeypatch.setattr(self_prompts, "answer", lambda verifier, prompts, *_: [one] * len(prompts))
+    with pytest.raises(ValueError, match="last 960 questions .*963 × a duplicate.*; ask for the 1 that are written"):
+        write_self_prompts(*pair, tmp_path / "a.jsonl", 3, batch_size=4)
 
 
 def test_the_command_answers_its_own_questions(tmp_path):

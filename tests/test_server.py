@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from fake_engine import installed
+from safetensors.torch import load_file, save_file
 
 from speculators_nb.cli import serving
 from speculators_nb.core.http_client import Endpoint
@@ -95,6 +96,25 @@ def test_a_family_with_a_layout_of_its_own_is_written_in_that(drafters, tmp_path
     again = serve_command(drafters / name, k=1, native=tmp_path / "native", engine_version=version)
     assert said(again)["num_speculative_tokens"] == 1
     assert (tmp_path / "native/model.safetensors").stat().st_mtime_ns == stamp  # written once
+
+
+def test_a_native_folder_is_of_one_drafter(drafters, tmp_path):
+    "Also where its weights are in shards; and one that a kill has left without a config is written anew."
+    for name, factor in (("a", 1), ("b", 2)):
+        shutil.copytree(drafters / "eagle", tmp_path / name)
+        state = load_file(tmp_path / name / "model.safetensors")
+        (tmp_path / name / "model.safetensors").unlink()
+        shard = "model-00001-of-00001.safetensors"
+        save_file({key: factor * weight for key, weight in state.items()}, tmp_path / name / shard)
+        index = dict(metadata={}, weight_map=dict.fromkeys(state, shard))
+        (tmp_path / name / "model.safetensors.index.json").write_text(json.dumps(index))
+    native = tmp_path / "native"
+    serve_command(tmp_path / "a", native=native)
+    with pytest.raises(ValueError, match="holds the layout of another drafter"):
+        serve_command(tmp_path / "b", native=native)
+    (native / "config.json").unlink()
+    serve_command(tmp_path / "b", native=native)
+    serve_command(tmp_path / "b", native=native)
 
 
 @pytest.mark.parametrize(
@@ -415,6 +435,12 @@ def test_a_server_that_ends_is_noticed(engine):
         server.process.wait()
         with pytest.raises(ServerError, match="ended with code"):
             server.check()
+
+
+def test_a_server_leaves_no_file_open(engine):
+    opened = len(os.listdir("/dev/fd"))
+    Server([engine, "serve", "x"]).log.unlink()
+    assert len(os.listdir("/dev/fd")) == opened
 
 
 def test_a_port_that_is_taken(engine):

@@ -7,6 +7,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -770,7 +771,8 @@ def test_a_schedule_drafts_less_for_many(verifier):
         done = speculate(verifier, config, [prompt] * requests, max_new_tokens=12)
         assert max(step.requested for g in done for step in g.steps) == most
         assert len({tuple(g.tokens) for g in done}) == 1
-    assert max(step.requested for step in speculate(verifier, config, prompt, max_new_tokens=12).steps) == 3
+    for one in (prompt, [*np.array(prompt)]):
+        assert max(step.requested for step in speculate(verifier, config, one, max_new_tokens=12).steps) == 3
     assert config.uses_dynamic_speculative_decoding()
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from .tree import Sampling, TokenTree, long_tensor
 from .verification import context_for
+from ..verifier.row_limits import RowLimits
 from ..verifier.tapped_model import Verifier
 
 # %% ../../nbs/decode/08_draft_model.ipynb #4ec47376
@@ -41,8 +42,7 @@ class DraftModel:
                 f"{verifier.vocab_size}: their tokens are different words. "
                 "Choose a draft model of the verifier's family, with the same tokenizer"
             )
-        context_length = getattr(self.model.config, "max_position_embeddings", None)
-        self.context_length: int = context_length or sys.maxsize
+        self.context_length: int = RowLimits.of(self.model.config).context or sys.maxsize
         self.reset()
 
     def reset(self):
@@ -61,6 +61,8 @@ class DraftModel:
         n = min(len(tokens) - 1, len(self.decided))
         same = (tokens[:n] == self.decided[:n]).long().cumprod(0)
         start = int(same.sum())
+        if len(tokens) - start > self.model.until_border(start):
+            start = 0  # its keys have the angles of a shorter text
         self.context.forget(start)
         logits = self.read_on(tokens[start:], tree)
         self.decided = tokens

@@ -192,12 +192,15 @@ def decoding_step(
     stop: Collection[int],  # token ids that end a text
     columns: Tensor | slice,  # of the hidden states that the drafter reads
     inputs: dict | None = None,  # pictures of the only request's prompt
+    again: int = 0,  # first tokens of the only request that are read once more
 ) -> list[Looked]:  # B
     "One step of all requests. A device is waited for once."
+    model = context.verifier
     with checks_later() as checks:
-        proposals = [propose(r, k, context.verifier.vocab_size) for r in active]
+        longest = [model.until_border(len(r.tokens)) for r in active]
+        proposals = [propose(r, k, model.vocab_size, n) for r, n in zip(active, longest)]
         trees = [p.tree for p in proposals]
-        unread = [r.tokens[r.read :] for r in active]
+        unread = [r.tokens[r.read - again :] for r in active]
         results = context.read(unread, trees, **(dict(inputs=inputs) if inputs else {}))
         logits = [row for row, _ in results]
         both = zip(trees, logits)
@@ -208,7 +211,9 @@ def decoding_step(
         if request.record and request.read:
             request.records.append(recorded(request, looked[i], chosen[i][1], logits[i]))
         hidden, token = results[i][1][:, columns], decisions[i].token
-        add_step(request, proposals[i], looked[i], token, hidden, stop)
+        if again and request.states:
+            request.states = [hidden[:again]]
+        add_step(request, proposals[i], looked[i], token, hidden[again:], stop)
         learns: Any = request.drafter  # some have `finish`
         if request.finish_reason and hasattr(learns, "finish"):
             learns.finish(request.on_host)
@@ -232,7 +237,8 @@ def generate(
 ) -> Generation | list[Generation]:  # tokens and steps; a list for a list of requests
     """Speculative decoding (2211.17192, algorithm 1). Under a lossless rule the output has the
     verifier's distribution. Requests of a list are read by the verifier together; each has a
-    shallow copy of the drafter, which shares its weights."""
+    shallow copy of the drafter, which shares its weights. Where a text can outgrow its angles
+    (RoPE of types longrope and dynamic), each request is read alone, and anew at the border."""
     given = dict(max_new_tokens=max_new_tokens, k=k, rule=rule, record=record)
     check_options(given | dict(kv_cache=kv_cache))
     if rule == "fly" and isinstance(k, int):  # vLLM's window, also for shorter drafts
@@ -261,16 +267,22 @@ def generate(
     ]
     warn_beyond_training(drafter, k)
 
-    active = requests
     longest = max((len(r.tokens) + r.remaining for r in requests), default=0)
-    context = context_for(verifier, len(requests), kv_cache, longest)
-    while active:
-        looked = decoding_step(context, active, k, rule, eos_token_ids, columns, inputs)
-        inputs = None  # they are in the prompt
-        unfinished = [i for i, r in enumerate(active) if r.finish_reason is None]
-        active = [active[i] for i in unfinished]
-        if active:
-            context.keep([x.nodes for x in looked], unfinished)
+    for active in [requests] if longest <= verifier.border else [[r] for r in requests]:
+        context = context_for(verifier, len(active), kv_cache, longest)
+        while active:
+            first, again = active[0], 0
+            unread, read = len(first.tokens) - first.read, first.read
+            if read and unread > verifier.until_border(read):
+                context, again = context_for(verifier, 1, kv_cache, longest), read
+            pictures = None if again < read else inputs  # they are in the prompt
+            looked = decoding_step(
+                context, active, k, rule, eos_token_ids, columns, pictures, again
+            )
+            unfinished = [i for i, r in enumerate(active) if r.finish_reason is None]
+            active = [active[i] for i in unfinished]
+            if active:
+                context.keep([x.nodes for x in looked], unfinished)
     done = [request.generation() for request in requests]
     return done if many else done[0]
 

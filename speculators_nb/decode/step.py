@@ -3,6 +3,7 @@ The host waits for the device once: when it looks at the decision."""
 
 import copy
 import operator
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -133,12 +134,15 @@ def wanted_depth(k: int | Callable[[list[Step]], int], steps: list[Step]) -> int
     return depth
 
 
-def propose(request: Request, k: int | Callable[[list[Step]], int], vocab_size: int) -> Proposal:
+def propose(
+    request: Request, k: int | Callable[[list[Step]], int], vocab_size: int, longest: int = sys.maxsize
+) -> Proposal:
     """Ask the drafter for draft tokens of the verifier's vocabulary: `k` deep, or as deep as a function of the steps so
-    far says; the last token before the limit is left to the verifier. The prompt is read without a draft."""
+    far says, and at most `longest`; the last token before the limit is left to the verifier. The prompt is read without
+    a draft."""
     requested = 0
     if request.read:
-        requested = min(wanted_depth(k, request.steps), request.remaining - 1)
+        requested = min(wanted_depth(k, request.steps), request.remaining - 1, longest)
     if not requested:
         return Proposal(requested, TokenTree.chain(request.tokens[:0]))
     drafter, sampling = request.drafter, request.sampling

@@ -131,6 +131,12 @@ def check_origin(path: str | os.PathLike, config: dict) -> None:
         )
 
 
+def _same_masks(*tables):
+    "Whether two tables of the same tokens are trained at the same positions."
+    columns = [table.select_columns(["loss_mask"]).with_format("arrow").iter(1000) for table in tables]
+    return all(ours.equals(theirs.cast(ours.schema)) for ours, theirs in zip(*columns))
+
+
 def _set_up(folder, dataset, config):
     "Write the rows and their record into a folder; one process at a time."
     refuse_model(folder, drafters=True)
@@ -142,7 +148,12 @@ def _set_up(folder, dataset, config):
             shutil.rmtree(unfinished, ignore_errors=True)
         if file.exists():
             check_origin(file, config)
-            return
+            was = read_data_config(folder)["data"].get("split")
+            split = config["data"].get("split", was)
+            if split == was and _same_masks(load_table(folder / "rows"), dataset):
+                return
+            log.warning("%s: its rows get the loss mask and the split that they have now; their features stay", folder)
+            config = config | {"data": config["data"] | ({"split": split} if split else {})}
         save_prepared(dataset.with_format("torch"), folder / "rows")  # as upstream reads it
         write_object(file, config)
 

@@ -14,6 +14,7 @@ from datasets import Dataset
 from ..core.concurrency import Breaker, concurrently
 from ..core.files import DiskError
 from ..core.http_client import EndpointError
+from ..core.options import check_options
 from ..data.images import FORMATS, open_picture, picture_file
 from ..jobs.ranks import shard
 from ..jobs.servers import addresses_of
@@ -89,6 +90,8 @@ def extract_from_server(
     """Write the features of rows that have no valid file. ValueError: another origin;
     TooManyFailures, NoServerLeft: servers down; DiskError: the rest is kept; BlockingIOError:
     another process makes this share."""
+    check_options(dict(concurrency=concurrency, rank=rank, world_size=world_size, shard_gb=shard_gb))
+    check_options(dict(max_failures=max_failures, timeout=timeout, patience=patience))
     dataset, output_dir = table_of(rows), Path(output_dir).expanduser()
     client = open_states(url, storage, layer_ids, model, timeout, tries, patience)
     config = origin(client.about(), client.layer_ids, dataset, dtype)

@@ -2,7 +2,6 @@
 They go to a folder, resumed after any interruption, or live into training."""
 
 import logging
-import math
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,12 +12,13 @@ import torch
 from datasets import Dataset
 
 from ..core.files import DiskError
+from ..core.options import check_options
 from ..data.images import row_inputs
 from .feature_folder import FeatureFolder, disk_error, origin, split_of, table_of
 from .feature_rows import FP8, FeatureError, FeatureRow, FeatureRows, stored_dtype
 from ..jobs.shared_output import share_writer
 from ..verifier.identity import check_verifier_head, checkpoint_fingerprint, fingerprint
-from ..verifier.row_limits import RowLimits, same_angles_until
+from ..verifier.row_limits import RowLimits
 from ..verifier.tapped_model import Verifier, computing
 
 
@@ -56,8 +56,7 @@ def states_of(
     ValueError for a row beyond learned positions."""
     tokens = [torch.as_tensor(row, dtype=torch.long) for row in rows]
     inputs = inputs or [{}] * len(rows)
-    border = same_angles_until(vars(verifier.config)) or math.inf
-    text, states = [i for i, x in enumerate(inputs) if not x and len(tokens[i]) <= border], {}
+    text, states = [i for i, x in enumerate(inputs) if not x and len(tokens[i]) <= verifier.border], {}
     try:
         if text:
             ids = torch.nn.utils.rnn.pad_sequence([tokens[i] for i in text], batch_first=True)
@@ -149,6 +148,7 @@ def extract_features(
     """Write the features of rows that have no valid file. ValueError: another origin;
     FeatureError: not finite; DiskError: the rest is kept; BlockingIOError: another process
     makes this share."""
+    check_options(dict(max_tokens=max_tokens, rank=rank, world_size=world_size, shard_gb=shard_gb))
     dtype, dataset = stored_dtype(dtype), table_of(dataset)
     out_dir = Path(out_dir).expanduser()  # as `datasets` where it writes the table
     check_tokens(dataset, verifier.vocab_size)

@@ -40,9 +40,12 @@ def _import_ray() -> Any:
     return importlib.import_module("ray")
 
 
-def _absolute(value):
+PLACES = ("data", "verifier", "storage")  # arguments that may name a folder or a file; text of others is a word
+
+
+def _absolute(name, value):
     "A path as every node reads it: one that is to be made, or text that names what is here."
-    is_path = isinstance(value, Path) or (isinstance(value, str) and Path(value).exists())
+    is_path = isinstance(value, Path) or (name in PLACES and isinstance(value, str) and Path(value).exists())
     return type(value)(Path(value).absolute()) if is_path else value
 
 
@@ -55,7 +58,7 @@ def _tasks(ray, function, arguments, sign) -> list:
     needs = dict(num_cpus=1, num_gpus=1) if gpus else dict(num_cpus=min(processors))
     task = ray.remote(_run).options(scheduling_strategy="SPREAD", max_retries=RETRIES, **needs)
     log.info("Ray: %d tasks on %d nodes", world_size, len(nodes))
-    given = {name: _absolute(value) for name, value in arguments.items()} | dict(world_size=world_size)
+    given = {name: _absolute(name, value) for name, value in arguments.items()} | dict(world_size=world_size)
     return [
         task.remote(
             module=function.__module__, name=function.__name__, arguments=given | dict(rank=rank), sign=str(sign)

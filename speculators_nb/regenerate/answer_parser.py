@@ -270,7 +270,7 @@ class AnswerParser:
     def __init__(self, tokenizer: Any, eos_ids: Iterable[int] = (), **template_kwargs):
         self.tokenizer = tokenizer
         self.eos_ids = {*eos_ids, tokenizer.eos_token_id} - {None}
-        self.ends = [self._decode([i]) for i in sorted(self.eos_ids)]
+        self.ends = [text for text in map(self._decode, [[i] for i in sorted(self.eos_ids)]) if text]
         self.kwargs = template_kwargs
         self.control = ControlTokens(tokenizer)
         self.marks = self._marks()
@@ -339,7 +339,7 @@ class AnswerParser:
                 if thought:
                     message["reasoning_content"] = thought
         calls = []
-        if marks.calls:
+        if marks.calls and (tools or marks.calls.begin):  # bare JSON is a call where there are tools
             text, calls = marks.calls.read(text, tools)
         if before:
             text = text.lstrip().removeprefix(before)

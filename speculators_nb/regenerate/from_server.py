@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 
 from ..core.concurrency import Breaker, concurrently
 from ..core.http_client import Endpoint, EndpointError
+from ..core.options import check_options
 from ..data.chat_encoding import ready_row
 from ..data.chat_template import ControlTokens, Misread, check_calls, in_a_spelling
 from ..data.messages import as_served, normalize
@@ -202,6 +203,19 @@ def regenerate_from_server(
     """Let a served verifier answer every question. ValueError: `out_path` was made with other
     settings; TooManyFailures, NoServerLeft: the job was stopped; BlockingIOError: another process
     makes this share."""
+    options = {
+        "max_new_tokens": max_new_tokens,
+        "seed": seed,
+        "languages": languages,
+        "max_samples": limit,
+        "concurrency": concurrency,
+        "max_failures": max_failures,
+        "timeout": timeout,
+        "patience": patience,
+        "rank": rank,
+        "world_size": world_size,
+    }
+    check_options(options)
     endpoint = _endpoint_of(url, model, timeout, patience)
     model = model or _only_model(endpoint)
     sampling = check_sampling(({} if temperature is None else {"temperature": temperature}) | (sampling or {}))

@@ -76,6 +76,11 @@ class AnswerRequest:
     tokens: list[int] = field(default_factory=list)  # of the answer, so far
     uniform: list[float] = field(default_factory=list)  # a number in [0, 1) for each token
 
+    @property
+    def text(self) -> list[int]:
+        "Prompt, and answer so far."
+        return [*self.prompt, *self.tokens]
+
     def draw(self, most: int):
         "Draw the numbers by which the tokens are picked: they depend on nothing but the seed."
         if self.temperature > 0:
@@ -100,18 +105,18 @@ class AnswerBatch:
         return [row for row, request in enumerate(self.requests) if request]
 
     def add(self, new: list[AnswerRequest]) -> Iterator[list[AnswerRequest]]:
-        """Read prompts into rows that have finished, and into new ones; beside a recurrent state none is running. Gives
-        requests when these have their first token."""
-        todo = sorted(new, key=lambda request: -len(request.prompt))
+        """Read texts into rows that have finished, and into new ones; beside a recurrent state none is running. Gives
+        requests when these have their next token."""
+        todo = sorted(new, key=lambda request: -len(request.text))
         if not self.running:
             self.cache = None
         while todo:
-            longest = len(todo[0].prompt)
-            alike = [request for request in todo if len(request.prompt) == longest]
+            longest = len(todo[0].text)
+            alike = [request for request in todo if len(request.text) == longest]
             group = alike[: max(1, READ_TOKENS // longest)] if self.joins else todo
             todo = todo[len(group) :]
-            lengths = [len(request.prompt) for request in group]
-            ids = [[0] * (longest - len(r.prompt)) + list(r.prompt) for r in group]
+            lengths = [len(request.text) for request in group]
+            ids = [[0] * (longest - len(r.text)) + r.text for r in group]
             logits, read = self._read(ids, lengths, longest)
             self._place(group, lengths, read, len(group) + len(todo))
             self._pick(group, logits)
@@ -188,22 +193,38 @@ def answers(
     batch_size: int = 96,  # answers generated together
     progress: Callable[[int], Any] | None = None,  # gets numbers of new tokens
 ) -> Iterator[AnswerRequest]:  # each with its tokens, as soon as it is answered
-    "Answer requests until there is none. The verifier's context cuts an answer."
+    """Answer requests until there is none. The verifier's context cuts an answer. Texts within and beyond the border of
+    a RoPE (longrope, dynamic) are never read together, and one that crosses it is read anew."""
     batch, limits, ends = AnswerBatch(verifier), RowLimits.of(verifier.config), set(eos_ids)
+    outside: deque[AnswerRequest] = deque()  # beyond the border, and not in the batch
+    beyond = False  # whether the batch is
 
     def finished(requests):
         if progress:
             progress(len(requests))
         for request in requests:
             n = len(request.tokens)
-            cut = n >= max_new_tokens or limits.exceeded(len(request.prompt) + n + 1)
-            if cut or request.tokens[-1] in ends:
+            length = len(request.prompt) + n
+            over = n >= max_new_tokens or limits.exceeded(length + 1) or request.tokens[-1] in ends
+            if over or not verifier.until_border(length - 1):
                 batch.requests[batch.requests.index(request)] = None
-                yield request
+                if over:
+                    yield request
+                else:
+                    outside.append(request)
+
+    def next_one():
+        if beyond:
+            return outside.popleft() if outside else None
+        while len(outside) < batch_size and (request := take()):
+            if len(request.text) <= verifier.border:
+                return request
+            outside.append(request)
+        return None
 
     def prompts():
         free = batch_size - len(batch.running)
-        new = list(islice(iter(take, None), free if batch.joins or not batch.running else 0))
+        new = list(islice(iter(next_one, None), free if batch.joins or not batch.running else 0))
         for request in new:
             request.draw(max_new_tokens)
         return new
@@ -212,9 +233,12 @@ def answers(
         while new := prompts():
             for group in batch.add(new):
                 yield from finished(group)
-        if not batch.running:
+        if batch.running:
+            yield from finished(batch.step())
+        elif beyond or outside:
+            beyond = not beyond
+        else:
             return
-        yield from finished(batch.step())
 
 
 def answer(
@@ -357,10 +381,10 @@ def _replayed(windows, answering, journal, batch_size, progress):
 
 
 def eos_ids_of(verifier: Verifier, tokenizer) -> set[int]:
-    """Every id that ends an answer: the tokenizer names one, the verifier's generation config perhaps several.
+    """Every id that ends an answer: the tokenizer names one, the verifier's generation config none, one or several.
     ValueError: none is known."""
     ids = verifier.model.generation_config.eos_token_id
-    ids = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None}
+    ids = {tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None, -1}  # as configs write none
     if not ids:
         raise ValueError(
             "neither the tokenizer nor the verifier's generation_config has an eos_token_id: answers would never end"

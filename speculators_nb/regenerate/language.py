@@ -38,7 +38,7 @@ def main_script(found: Counter[str]) -> str:
 _CODES = (
     "en de fr es it pt nl sv da no fi pl cs ro hu tr id vi ru uk be sr el ar fa ur he hi bn ta te th ja zh ko ka hy"
 )
-NAMES = {NAME_OF[code]: code for code in _CODES.split()} | {"norwegian": "nb"}
+NAMES = {NAME_OF[code]: code for code in _CODES.split()} | {"norwegian": "nb", "no": "nb"}
 LANGUAGES = frozenset([*NAMES.values(), "und"])
 
 SURE = 0.58  # probability below which a text is "und"
@@ -58,7 +58,7 @@ def language_of(text: str) -> str:
     if not any(map(str.isalpha, prose)):
         return "und"
     label, _ = _identifier().classify(prose)
-    return "nb" if label == "no" else label
+    return code_of(label)
 
 
 # Greek, Georgian and Armenian are languages above
@@ -69,8 +69,8 @@ SCRIPTS = frozenset(
 
 def code_of(name: str) -> str:
     'One spelling for a language: "en" for "English", "EN", "en-US"; unknown names come back in lower case.'
-    name = name.strip().lower()
-    return NAMES.get(name) or re.split("[-_]", name)[0]
+    name = re.split("[-_]", name.strip().lower())[0]
+    return NAMES.get(name, name)
 
 
 def wanted_languages(names: str | Iterable[str] | None) -> frozenset[str] | None:

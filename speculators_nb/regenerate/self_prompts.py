@@ -40,6 +40,7 @@ TEMPERATURE, TOP_P = 1.0, 0.9  # of the questions, whatever the answers have
 LONGEST = 64  # tokens; a question that has not ended by then is dropped
 SHORTEST = 5  # tokens
 OPENING = 8  # words; a question that begins with the same ones as another is a duplicate
+MOST_USELESS = 960  # questions in a row of which none is kept
 # how an assistant speaks: the model has mistaken whose turn it is
 _ASSISTANT = re.compile(
     r"\W*(i'?m sorry|i am sorry|sorry, but|i apologi[sz]e|as an ai|i'?m an ai|i am an ai"
@@ -127,7 +128,7 @@ def write_self_prompts(
         questions = QuestionFilter(control, languages)
         for line in lines:
             questions.keep(line["messages"][0]["content"])
-        first = lines[-1]["self_prompt"]["attempt"] + 1 if lines else 0
+        first, useless = lines[-1]["self_prompt"]["attempt"] + 1 if lines else 0, 0
         with path.open("ab") as file, tqdm(total=n, initial=len(lines), desc="questions") as bar:
             file.truncate(end)
             while len(lines) < n:
@@ -156,10 +157,12 @@ def write_self_prompts(
                 file.flush()
                 first, lines = start + batch_size, lines + new
                 bar.update(len(new))
-                if not lines and dropped.total() >= 10 * batch_size:
+                useless = 0 if new else useless + batch_size
+                if useless >= MOST_USELESS:
                     reasons = "; ".join(f"{k} × {why}" for why, k in dropped.most_common(3))
+                    fewer = f"ask for the {len(lines)} that are written, or " if lines else ""
                     raise ValueError(
-                        f"self_prompts: of the verifier's own questions none can be used "
-                        f"({reasons}); name a file of prompts"
+                        f"self_prompts={n}: of the verifier's last {useless} questions none can be used "
+                        f"({reasons}); {fewer}name a file of prompts"
                     )
     return dropped

@@ -53,7 +53,7 @@ def _model_argument(model):
     return str(model)
 
 
-MADE_FROM = "made_from.json"  # in a native folder: the weights that it was made from
+MADE_FROM = "made_from.json"  # in a native folder: digests of the files that it was made from
 
 
 def _class_of(config):
@@ -63,13 +63,13 @@ def _class_of(config):
 def _native_folder(checkpoint, config, native) -> Path:
     "Errors: ValueError if it was made from another drafter."
     native = Path(native)
-    weights = identify(checkpoint / "model.safetensors")
-    weights.pop("path", None)
+    files = [checkpoint / "config.json", *sorted(checkpoint.glob("*.safetensors"))]
+    parts = {file.name: identify(file)["sha256"] for file in files}
     made_from = native / MADE_FROM
-    if not (native / "config.json").is_file():
+    if not (native / "config.json").is_file():  # which is written last
+        write_object(made_from, parts)
         _class_of(config).from_pretrained(checkpoint).save_native(native)
-        write_object(made_from, weights)
-    elif not made_from.is_file() or read_object(made_from) != weights:
+    elif not made_from.is_file() or read_object(made_from) != parts:
         raise ValueError(
             f"native={str(native)!r}: holds the layout of another drafter; name another folder, or remove this one"
         )

@@ -81,7 +81,10 @@ class Server:
     ):
         self.timeout = timeout
         self._keep_log = log is not None
-        self.log = Path(log or tempfile.mkstemp(prefix="server-", suffix=".log")[1])
+        if log is None:
+            with tempfile.NamedTemporaryFile(prefix="server-", suffix=".log", delete=False) as file:
+                log = file.name
+        self.log = Path(log)
         self.command = list(map(str, command))
         self.env = dict(serve_environment() if env is None else env)
         if vllm or os.sep not in self.command[0]:

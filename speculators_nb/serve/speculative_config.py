@@ -10,6 +10,7 @@ import copy
 import difflib
 import hashlib
 import json
+import numbers
 import os
 import tempfile
 import warnings
@@ -1219,7 +1220,7 @@ def speculate(
         fields: dict[str, Any] = {"target_model_config": verifier.config} | config
         config = SpeculativeConfig(**fields)
     listed = isinstance(prompt_ids, (list, tuple)) and bool(prompt_ids)
-    requests = len(prompt_ids) if listed and not isinstance(prompt_ids[0], int) else 1
+    requests = len(prompt_ids) if listed and not isinstance(prompt_ids[0], numbers.Real) else 1
     drafter = config.drafter(verifier)
     depth = config.tokens_for(requests, config.depth)
     return generate(verifier, drafter, prompt_ids, k=depth, rule=config.rule(), **kwargs)

@@ -140,8 +140,8 @@ def open_gguf(file: Path, name: str) -> Any:
 
 
 def read_header(file: Path, name: str) -> dict[str, Any]:
-    """What a GGUF file says about its tokenizer in `tokenizer.ggml`: pre, model, size, special tokens as text. Errors:
-    as of `open_gguf`."""
+    """What a GGUF file says about its tokenizer in `tokenizer.ggml`: pre, model, size, special tokens as text, and the
+    ids at which llama.cpp ends an answer (of the text, of a turn, of a message). Errors: as of `open_gguf`."""
     fields = open_gguf(file, name).fields
     with _gguf_errors(name):
         text = lambda key: fields[key].contents() if key in fields else None
@@ -151,7 +151,8 @@ def read_header(file: Path, name: str) -> dict[str, Any]:
         for token, key in dict(bos="bos", eos="eos", unk="unknown", pad="padding").items():
             i = text(f"tokenizer.ggml.{key}_token_id")
             found[f"{token}_token"] = None if i is None or tokens is None else tokens.contents(i)
-    return found
+        ends = [text(f"tokenizer.ggml.{end}_token_id") for end in ("eos", "eot", "eom")]
+    return found | {"ends": sorted({i for i in ends if i is not None})}
 
 
 # of Llama 3.1 to 3.3, whose files hold the divisors of the frequencies that these numbers and a factor make
@@ -225,6 +226,8 @@ def _save(file, name, folder, dtype):
     plain.load_state_dict(model.state_dict(), assign=True)
     plain.tie_weights()
     plain.generation_config = model.generation_config
+    if header["ends"]:
+        plain.generation_config.eos_token_id = header["ends"] if len(header["ends"]) > 1 else header["ends"][0]
     plain.save_pretrained(folder)
     _plain_tokenizer(tokenizer, header, name).save_pretrained(folder)
 

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from accelerate.utils import align_module_device
 from safetensors import safe_open
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -49,9 +50,10 @@ def head_of(verifier: Verifier) -> TargetHead | None:
             "target head needs; choose another verifier"
         )
     ours = head_of_family(verifier.model.config).to(verifier.device)
-    weight, bias = verifier.norm.get_parameter("weight"), getattr(verifier.norm, "bias", None)
-    ours.load_norm({"norm_weight": weight.detach(), "norm_bias": bias})
-    ours.set_rows(output.get_parameter("weight").detach(), getattr(output, "bias", None))
+    with align_module_device(verifier.norm), align_module_device(output):
+        weight, bias = verifier.norm.get_parameter("weight"), getattr(verifier.norm, "bias", None)
+        ours.load_norm({"norm_weight": weight.detach(), "norm_bias": bias})
+        ours.set_rows(output.get_parameter("weight").detach(), getattr(output, "bias", None))
     return ours
 
 
@@ -115,10 +117,13 @@ def check_final_norm(config: PretrainedConfig) -> None:
 
 def fingerprint(model: torch.nn.Module) -> str:
     "A hash, 16 hex digits, over name, shape and the first 64 values of every parameter."
-    h = hashlib.sha256()
-    for name, p in model.named_parameters():
-        values = p.detach().flatten()[:64].float().cpu().numpy().tobytes()
-        h.update(f"{name}{tuple(p.shape)}".encode() + values)
+    h, names = hashlib.sha256(), {name for name, _ in model.named_parameters()}
+    for path, module in model.named_modules():
+        with align_module_device(module):  # what accelerate keeps on a CPU or a disk
+            for part, p in module.named_parameters(recurse=False):
+                if (name := f"{path}.{part}".removeprefix(".")) in names:
+                    values = p.detach().flatten()[:64].float().cpu().numpy().tobytes()
+                    h.update(f"{name}{tuple(p.shape)}".encode() + values)
     return h.hexdigest()[:16]
 
 

@@ -5,6 +5,7 @@ import inspect
 import logging
 import os
 import re
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -29,6 +30,7 @@ from ..core.files import check_length
 from ..core.options import check_options
 from ..nn.target_head import verifier_config
 from .cache import cache_keyword, folded_heads, new_cache, positions_of_mask, scaled_by_position, text_positions
+from .row_limits import same_angles_until
 
 
 def default_aux_layer_ids(n: int) -> list[int]:
@@ -341,6 +343,8 @@ class Verifier:
         self._stream = getattr(self.config, "altup_active_idx", None)  # Gemma-3n has four
         self.has_vision = sees and model.base_model is not self.decoder  # pictures enter there
         self.static: Any = None  # buffers and graphs of the last request (`static_pass`)
+        # tokens of the longest text whose length does not decide its angles
+        self.border = same_angles_until(vars(self.config)) or sys.maxsize
         self._dynamic: list[Any] = [m for m in model.modules() if getattr(m, "rope_type", None) == "dynamic"]
 
     @property
@@ -366,6 +370,13 @@ class Verifier:
         if self.has_vision or (cache is not None and cache.get_seq_length()):
             position_ids = text_positions(input_ids, position_ids, cache)
         return position_ids if self._takes_positions else None
+
+    def until_border(self, n: int) -> int:
+        """How many tokens behind n others leave these at their angles. With a RoPE of type longrope or dynamic it is
+        those up to the border; beyond it all leave them with the former, none with the latter."""
+        if n > self.border:
+            return 0 if self._dynamic else sys.maxsize
+        return self.border - n
 
     def _forget_lengths(self):
         "A RoPE of type dynamic keeps the angles of the longest text so far."
