@@ -15,8 +15,26 @@ import pyarrow.compute as pc
 from datasets import Dataset, DatasetInfo, Features, Sequence, Value
 
 from ..core.files import atomic_folder
-from .chat_template import ChatTemplate, Spans, common_prefix, merge_turns, reach, turns_of
-from .messages import THOUGHT, BadRow, brief, check_text, normalize, pictures_beside, tools_of
+from .chat_template import ChatTemplate, Spans, Turns, common_prefix, merge_turns, reach, turns_of
+from .messages import THOUGHT, BadRow, Conversation, brief, check_text, domain_of, normalize, tools_of
+
+
+def read_conversation(row: dict | list | BadRow | Conversation, vocab_size: int | None = None) -> Conversation:
+    """A conversation as it is written, one of `sources.located`, in one form; tokens are below the verifier's
+    `vocab_size`, if it is known. BadRow: it cannot be used."""
+    if isinstance(row, Conversation):
+        return row
+    if isinstance(row, BadRow):
+        raise row
+    columns = row if isinstance(row, dict) else {"messages": row}
+    domain = domain_of(columns)
+    if columns.get("input_ids") is not None:
+        ids, mask = ready_row(columns, vocab_size)
+        whole = columns.get("primary_id")  # as `regenerate` and upstream's regeneration write it
+        primary_id = whole if whole and isinstance(whole, str) else None
+        return Conversation(input_ids=ids, loss_mask=mask, domain=domain, primary_id=primary_id)
+    images = columns.get("images") or columns.get("image")
+    return Conversation(normalize(columns), tools_of(columns), images, domain=domain)
 
 
 def ready_row(row: dict, vocab_size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -156,6 +174,8 @@ class Trained(NamedTuple):
             raise BadRow("an answer is empty", f"message {len(messages) - 1} (assistant)")
         if turn.get("weight") == 0 or not spans:
             return []
+        if all(self):
+            return spans
         left_out = []
         if calls and not self.tool_calls:
             left_out += _calls_in(template, tools, messages, text, spans[0][0])
@@ -254,14 +274,6 @@ class Rows(list):
     omitted: dict[str, int] = {}  # what -> the first such message
 
 
-class _Rendered(NamedTuple):
-    "A conversation as text."
-
-    parts: list  # (text, trained characters) of each row
-    partial: bool  # later turns were left out
-    omitted: dict[str, int]  # as of `Rows`
-
-
 def encode_batch(
     conversations: list,  # conversations in any format, or rows with input_ids and loss_mask
     template: ChatTemplate,  # renders and tokenises
@@ -273,34 +285,46 @@ def encode_batch(
     """Token ids and loss masks, tokenised together. The error of a bad conversation is in its
     place."""
     out: list[Any] = [_render(row, template, rows, first, vocab_size, trained) for row in conversations]
-    texts = [text for made in out if isinstance(made, _Rendered) for text, _ in made.parts]
+    texts = [text for made in out if isinstance(made, Turns) for text, _ in made]
     encodings = iter(_tokens(template, texts, first))
-    for i, made in enumerate(out):
-        if isinstance(made, _Rendered):
-            out[i] = _masked(made, [*islice(encodings, len(made.parts))], template, first, vocab_size)
+    for i, turns in enumerate(out):
+        if not isinstance(turns, Turns):  # tokenised already, or an error
+            continue
+        out[i] = made = Rows()
+        made.partial, made.omitted = turns.partial, turns.omitted
+        for (text, spans), encoding in zip(turns, [*islice(encodings, len(turns))]):
+            if isinstance(encoding, Exception):
+                out[i] = encoding
+                break
+            most = first if first and len(text) > reach(first) else None
+            made.partial |= most is not None
+            ids, mask = np.array(encoding.ids, np.int32)[:most], token_mask(template, encoding, spans, text)[:most]
+            try:
+                check_ids(ids, vocab_size)
+            except BadRow as e:
+                out[i] = e
+                break
+            made.append((ids, mask))
     return out
 
 
 def _render(row, template, rows, first, vocab_size, trained):
-    "A conversation as text; a row that is tokenised already, as `Rows`; or the error."
+    "The rows of a conversation as text, `Turns`; of one that is tokenised already, as `Rows`; or the error."
     try:
-        if isinstance(row, dict) and row.get("input_ids") is not None:
-            ids, mask = ready_row(row, vocab_size)
+        conversation = read_conversation(row, vocab_size)
+        if conversation.input_ids is not None:
+            ids, mask = conversation.input_ids, conversation.loss_mask
             return Rows([(ids, _ready_mask(ids, mask, trained, template))])
-        messages = normalize(row)
-        places = [f"message {i}" for i, message in enumerate(messages) if isinstance(message["content"], list)]
-        if places or pictures_beside(row):
+        if conversation.pictured:
             reason = "holds more than text: prepare it with the processor of a vision-language verifier"
-            raise BadRow(reason, places[0] if places else "")
-        tools = tools_of(row)
-        spans = partial(trained.spans, template, tools)
-        turns = turns_of(messages, template, tools, first, spans)
-        parts = merge_turns(turns, rows)
-        if not parts:
+            raise BadRow(reason, conversation.pictured[0])
+        spans = partial(trained.spans, template, conversation.tools)
+        turns = merge_turns(turns_of(conversation.messages, template, conversation.tools, first, spans), rows)
+        if not turns:
             raise BadRow("no assistant message that answers another")
-        for text, _ in parts:
+        for text, _ in turns:
             check_text(text)
-        return _Rendered(parts, turns.partial, turns.omitted)
+        return turns
     except Exception as e:  # a template may raise anything
         return e
 
@@ -313,24 +337,6 @@ def _tokens(template, texts, first):
         if len(texts) == 1:
             return [e]
     return [_tokens(template, [text], first)[0] for text in texts]
-
-
-def _masked(rendered, encodings, template, first, vocab_size):
-    "The rows of a conversation, or the error."
-    out = Rows()
-    out.partial, out.omitted = rendered.partial, rendered.omitted
-    for (text, spans), encoding in zip(rendered.parts, encodings):
-        if isinstance(encoding, Exception):
-            return encoding
-        most = first if first and len(text) > reach(first) else None
-        out.partial |= most is not None
-        ids, mask = np.array(encoding.ids, np.int32)[:most], token_mask(template, encoding, spans, text)[:most]
-        try:
-            check_ids(ids, vocab_size)
-        except BadRow as e:
-            return e
-        out.append((ids, mask))
-    return out
 
 
 def encode(

@@ -8,9 +8,12 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import transformers
 from tokenizers import Tokenizer, processors
+from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from .messages import BadRow, spellings
@@ -81,6 +84,35 @@ def tokenizer_errors(verifier):
         raise ValueError(f"{verifier}: its tokenizer cannot be read: {type(e).__name__}: {why}") from e
 
 
+def load_processor(path: str | Path, trust_remote_code: bool = False):
+    """What turns conversations into the inputs of a verifier (folder or hub id): its processor if it takes pictures,
+    else its tokenizer. Videos need torchvision, pictures do not."""
+    with tokenizer_errors(path):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if getattr(config, "vision_config", None) is None:
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        try:
+            return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except ImportError:
+            auto = transformers.models.auto.processing_auto  # every release has the names there
+            names = auto.PROCESSOR_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
+            kind = getattr(transformers, names.get(config.model_type) or "", None)
+            if kind is None:
+                raise
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+            pictures = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+            return without_video(kind)(pictures, tokenizer, None, chat_template=tokenizer.chat_template)
+
+
+def without_video(kind: type) -> type:
+    "A processor class of transformers that is content without a video processor."
+
+    def check(self, name, part):
+        return None if part is None else kind.check_argument_for_proper_class(self, name, part)
+
+    return type(kind.__name__, (kind,), {"check_argument_for_proper_class": check, "__module__": kind.__module__})
+
+
 def check_template(tokenizer) -> None:
     "ValueError where the template leaves out the user's message: every question would be the same text."
     probe = "Is this read?"
@@ -98,18 +130,6 @@ def check_template(tokenizer) -> None:
 
 
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-def _untrimmed(backend):
-    "A tokenizer whose offsets contain the spaces of its tokens: the same, or a copy."
-    if backend is None or backend.post_processor is None:
-        return backend
-    state = backend.post_processor.__getstate__().replace(b" ", b"")
-    if b'"trim_offsets":true' not in state:
-        return backend
-    copy = Tokenizer.from_str(backend.to_str())
-    copy.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
-    return copy
 
 
 class Misread(BadRow):
@@ -150,7 +170,12 @@ class ChatTemplate:
         self.kwargs = kwargs
         self.multimodal = self.owner is not self.tokenizer
         self.name = self.tokenizer.name_or_path
-        self.backend: Any = _untrimmed(getattr(self.tokenizer, "backend_tokenizer", None))
+        self.backend: Any = getattr(self.tokenizer, "backend_tokenizer", None)
+        after = getattr(self.backend, "post_processor", None)
+        if after is not None and b'"trim_offsets":true' in after.__getstate__().replace(b" ", b""):
+            # a copy, whose offsets contain the spaces of its tokens
+            self.backend = Tokenizer.from_str(self.backend.to_str())
+            self.backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
         self.special = dict(self.tokenizer.special_tokens_map)
         self.control = ControlTokens(self.tokenizer)
         check_template(self.tokenizer)
@@ -354,7 +379,8 @@ def _turns_of(messages, template, tools, first, trained):
             with contextlib.suppress(BadRow):  # else the marks are all that is known
                 start = _border(messages, j, template, tools, full)
                 spans = [(max(a, start), b) for a, b in spans if b > start]
-        check_calls(lambda m: template(m, tools)[0], read, full, spans)
+        if messages[j].get("tool_calls"):
+            check_calls(lambda m: template(m, tools)[0], read, full, spans)
         turns.append((full, trained(read, full, spans) if trained else spans))
         if not first or j == answers[-1]:
             continue
@@ -483,15 +509,18 @@ def _written_for_null(render, messages, text):
 ROWS = ("conversation", "turn")
 
 
-def merge_turns(turns: list[tuple], rows: str = "conversation") -> list[tuple[str, Spans]]:
+def merge_turns(turns: Turns, rows: str = "conversation") -> Turns:
     """(text, trained characters) of rows, one for as many turns of `turns_of` as continue each other: every token is
     computed once, and every answer follows the context that the verifier had. rows="turn": a row per assistant turn,
     only that turn trained."""
     if rows not in ROWS:
         raise ValueError(f"rows={rows!r}: choose 'conversation' or 'turn'")
-    out = []
+    if rows == "turn":
+        return turns
+    out = Turns()
+    out.partial, out.messages, out.omitted = turns.partial, turns.messages, turns.omitted
     for text, spans in turns:
-        if rows == "conversation" and out and text.startswith(out[-1][0]):
+        if out and text.startswith(out[-1][0]):
             out[-1] = (text, out[-1][1] + spans)
         else:
             out.append((text, spans))

@@ -1,12 +1,14 @@
 """Chat messages in one form, from OpenAI, ShareGPT and table dialects.
-Roles, contents, tool calls, reasoning and tools are checked; what cannot be read is refused by name."""
+Roles, contents, tool calls, reasoning and tools are checked; what cannot be read is refused by name. A conversation
+has a hash, whatever its spelling."""
 
+import hashlib
 import itertools
 import json
 import re
 import reprlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 60
@@ -30,6 +32,24 @@ class BadRow(ValueError):
     def __str__(self):
         text = f"{self.at}: {self.reason}" if self.at else self.reason
         return f"{text} ({self.detail})" if self.detail else text
+
+
+class Conversation(NamedTuple):
+    "What is used of a conversation, in one form: messages, or the tokens of one that is tokenised already."
+
+    messages: list[dict] = []  # as from `normalize`
+    tools: list[dict] | None = None  # as from `tools_of`
+    images: Any = None  # pictures that a column holds: one, or those for the places in the messages in their order
+    input_ids: Any = None  # [n] token ids
+    loss_mask: Any = None  # [n]
+    domain: str | None = None  # that it names
+    primary_id: str | None = None  # of the conversation that it is a part of, if it is
+
+    @property
+    def pictured(self) -> list[str]:
+        'Where it holds more than text: "message 3", or "" for a column.'
+        places = [f"message {i}" for i, m in enumerate(self.messages) if isinstance(m["content"], list)]
+        return places or [""] * bool(self.images)
 
 
 REASONS = 50  # that are counted separately
@@ -85,8 +105,7 @@ ANSWERS += ("targets",)
 def question_and_answer(row: dict) -> list:
     """The messages, as they are written, of a row with columns of `QUESTIONS` and perhaps `ANSWERS`; a list in one is
     of messages. Empty: there is no question."""
-    column = _first_name(row, *QUESTIONS)
-    answered = _first_name(row, *ANSWERS)
+    column, answered = (next((k for k in names if row.get(k) is not None), None) for names in (QUESTIONS, ANSWERS))
     question = row.get(column)
     if column == "instruction" and isinstance(question, str):
         context = _first(row, "input", "context")
@@ -221,14 +240,9 @@ def _not_text(name, value, at):
     return BadRow(f"{name} is a {type(value).__name__}, expected text", at, brief(value))
 
 
-def _first_name(m, *names):
-    "The first of these fields that is there. (Tables fill in None where a row lacks a field.)"
-    return next((k for k in names if m.get(k) is not None), None)
-
-
 def _first(m, *names):
-    "The value of the first of these fields that is there."
-    return m.get(_first_name(m, *names))
+    "The value of the first of these fields that is there. (Tables fill in None where a row lacks a field.)"
+    return next((m[k] for k in names if m.get(k) is not None), None)
 
 
 def _text(content, at, role):
@@ -281,15 +295,9 @@ def tools_of(row) -> list[dict] | None:
     return tools or None
 
 
-def pictures_beside(row) -> list:
-    "Pictures of a conversation that columns hold, in the order of their places in its messages."
-    beside = (row.get("images") or row.get("image")) if isinstance(row, dict) else None
-    return [*beside] if isinstance(beside, (list, tuple)) else [beside] if beside else []
-
-
 def messages_alone(row) -> list[dict]:
     "`normalize`, for those who read nothing but messages. BadRow: the conversation has pictures beside them."
-    if pictures_beside(row):
+    if isinstance(row, dict) and (row.get("images") or row.get("image")):
         raise BadRow(
             "its pictures are in a column, which is not read here; put them into the messages, as parts of type "
             "image_url"
@@ -318,16 +326,61 @@ def as_json(value, what: str, at: str = "") -> list | dict | None:
     return value or None
 
 
+def content_hash(row: dict | list | Conversation) -> str:
+    """32 hex digits of a conversation in any spelling: of its roles, contents, tools and their calls, reasoning,
+    images; or of the token ids and the mask. Ids and metadata do not count."""
+    read = row if isinstance(row, Conversation) else None
+    columns = read._asdict() if read else row if isinstance(row, dict) else {"messages": row}
+    if columns.get("input_ids") is not None:
+        mask = columns.get("loss_mask")
+        content = [list(map(int, column)) for column in (columns["input_ids"], [] if mask is None else mask)]
+    else:
+        try:
+            turns, tools = (read.messages, read.tools) if read else (normalize(columns), tools_of(columns))
+            turns = [_one_spelling(m) for m in turns]
+        except BadRow:  # as it is written
+            turns, tools = columns.get("messages") or columns.get("conversations") or [], columns.get("tools") or None
+        content = [turns, tools, columns.get("images") or columns.get("image") or None]
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=_raw)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _one_spelling(message):
+    "A message of `normalize`, reasoning under one name and the parts of its content alike."
+    message = {k: v for k, v in message.items() if v is not None and k != "thinking"}
+    if isinstance(message.get("content"), list):  # pictures; tables fill in None
+        message["content"] = [
+            {"type": "text", "text": p} if isinstance(p, str) else {k: v for k, v in p.items() if v is not None}
+            for p in message["content"]
+        ]
+    return message
+
+
+def _raw(value):
+    "What JSON does not know (bytes, an image): its bytes, hashed."
+    if hasattr(value, "tobytes"):
+        value = value.tobytes()
+    data = value if isinstance(value, bytes) else str(value).encode()
+    return hashlib.sha256(data).hexdigest()
+
+
+def identity(row: dict) -> str:
+    "The name under which a job resumes a conversation: its id or uuid, else the hash of its content."
+    names = (row.get(k) for k in ("id", "uuid"))
+    name = next((str(n) for n in names if n not in (None, "") and n == n), None)
+    return name or content_hash(row)
+
+
 EMPTY = ({"content": ""}, {"content": None}, {})  # of a turn that only calls tools
 
 
 def spellings(messages: list[dict]) -> Iterator[list[dict]]:
     """The same conversation, as from `normalize`, with its calls of tools spelled in every way that templates read; as
     it is written comes first."""
-    tried = []
-    called = any(m.get("tool_calls") for m in messages)
-    for empty in (None, *EMPTY) if called else (None,):
-        for arguments in (None, _as_object, _as_text) if called else (None,):
+    yield messages
+    tried = [messages]
+    if any(m.get("tool_calls") for m in messages):
+        for empty, arguments in itertools.product((None, *EMPTY), (None, _as_object, _as_text)):
             spelled = [_spelled(m, empty, arguments) for m in messages]
             if spelled not in tried:
                 tried.append(spelled)
