@@ -145,7 +145,7 @@ def test_questions_of_held_out_conversations_with_pictures_with_tools_and_with_n
     for more in ((asked, tools), (), (asked, None)):
         spool.append([(ids, mask, *more)])
     spool.finish()
-    questions = [*Result(spool, np.arange(3), {}, None, held_out=3).questions()]
+    questions = [*Result(spool, np.array([3] * 3), np.arange(3), {}, None, held_out=3).questions()]
     assert questions == [{"messages": asked, "tools": tools}, {"prompt": [1, 2]}, {"messages": asked, "tools": None}]
 
 

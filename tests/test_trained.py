@@ -8,8 +8,8 @@ import pytest
 from test_chat_encoding import PLAIN, QWEN, QWEN_MARKED, tokenizer
 from transformers import AutoTokenizer
 
-from speculators_nb.data.chat_encoding import Trained, encode, encode_batch
-from speculators_nb.data.chat_template import ChatTemplate
+from speculators_nb.data.chat_encoding import encode, encode_batch
+from speculators_nb.data.chat_template import ChatTemplate, Trained
 from speculators_nb.data.messages import normalize
 from speculators_nb.data.prepare import prepare, prepare_data
 

@@ -1,4 +1,4 @@
-"""Rendering conversations with a chat template, and finding what the assistant wrote.
+"""Rendering conversations with a chat template, and finding what the assistant wrote and what of it is trained.
 The assistant's characters are found with and without generation marks."""
 
 import contextlib
@@ -9,14 +9,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import transformers
 from tokenizers import Tokenizer, processors
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from .messages import BadRow, spellings
+from .messages import THOUGHT, BadRow, Misread, in_a_spelling
 
 
 Spans = list[tuple[int, int]]  # (first character, the one after the last) of parts of a text
@@ -130,10 +130,6 @@ def check_template(tokenizer) -> None:
 
 
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-class Misread(BadRow):
-    "A chat template cannot read a conversation as it is spelled."
 
 
 @contextlib.contextmanager
@@ -309,6 +305,140 @@ def fingerprint_template(template: ChatTemplate) -> str:
     return h.hexdigest()[:16]
 
 
+# (opening, closing) tags of reasoning; only what is on its own may begin in the prompt
+_TAGS = [(f"<{n}>", f"</{n}>") for n in ("think", "thinking", "thought", "reasoning")]
+_TAGS += [("[THINK]", "[/THINK]"), ("<|begin_of_thought|>", "<|end_of_thought|>")]
+_TAGS += [("<|channel>thought", "<channel|>"), ("<|START_THINKING|>", "<|END_THINKING|>")]
+_REASONING = [rf"{re.escape(a)}.*?(?:{re.escape(b)}\s*|\Z)" for a, b in _TAGS]
+_REASONING += [r"<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>(?:<\|start\|>assistant)?|\Z)"]
+_CALLS = [
+    r"\s*<tool_call>.*?(?:</tool_call>|\Z)",
+    r"\[TOOL_CALLS\][^<]*",
+    r"<\|python_tag\|>.*?(?=<\||\Z)",
+    r"<\|channel\|>commentary to=.*?(?:<\|call\|>|\Z)",
+    r"<\|tool_calls_section_begin\|>.*?(?:<\|tool_calls_section_end\|>|\Z)",
+    "<\uff5ctool\u2581calls\u2581begin\uff5c>.*?(?:<\uff5ctool\u2581calls\u2581end\uff5c>|\\Z)",
+    r"<\|START_ACTION\|>.*?(?:<\|END_ACTION\|>|\Z)",
+    r"<\|tool_call>.*?(?:<tool_call\|>|\Z)",
+    r"<\|tool_call_start\|>.*?(?:<\|tool_call_end\|>|\Z)",
+]
+_REASONING, _CALLS = (re.compile("|".join(p), re.S) for p in (_REASONING, _CALLS))
+
+
+def _marked(text, pattern, opened=()):
+    "(first, last) characters of what a pattern finds, and of a tag that the prompt opened."
+    found = [m.span() for m in pattern.finditer(text)]
+    for begin, end in opened:
+        place = text.find(end)
+        if place >= 0 and not 0 <= text.find(begin) < place:
+            rest = text[place + len(end) :]
+            found.append((0, len(text) - len(rest.lstrip())))
+    return found
+
+
+def _without(spans, left_out):
+    "Spans of characters without others."
+    for a, b in left_out:
+        parts = ([(s, min(e, a)), (max(s, b), e)] for s, e in spans)
+        spans = [(s, e) for pair in parts for s, e in pair if s < e]
+    return spans
+
+
+class Trained(NamedTuple):
+    "What of the assistant's turns is trained, besides the text of answers."
+
+    reasoning: bool = True  # what it thought
+    tool_calls: bool = True  # calls of tools
+
+    def spans(
+        self, template: ChatTemplate, tools: list[dict] | None, messages: list[dict], text: str, spans: Spans
+    ) -> Spans:
+        """Trained characters of a turn, the last of the messages, of its characters `spans` in the rendered text.
+        BadRow: it says nothing."""
+        turn = messages[-1]
+        calls = turn.get("tool_calls")
+        if turn.get("content") == "" and not calls and not turn.get("reasoning_content"):
+            raise BadRow("an answer is empty", f"message {len(messages) - 1} (assistant)")
+        if turn.get("weight") == 0 or not spans:
+            return []
+        if all(self):
+            return spans
+        left_out = []
+        if calls and not self.tool_calls:
+            left_out += _calls_in(template, tools, messages, text, spans[0][0])
+        if not self.reasoning and turn.get("reasoning_content"):
+            left_out += _reasoning_in(template, tools, messages, text, spans[0][0])
+        return self.tagged(text, _without(spans, left_out))
+
+    def tagged(self, text: str, spans: Spans) -> Spans:
+        "What is trained of the assistant's characters in the text of a whole row, by the tags in it."
+        left_out = []
+        for a, b in spans:
+            part = text[a:b]
+            found = [] if self.tool_calls else _marked(part, _CALLS)
+            if not self.reasoning:
+                found += _marked(part, _REASONING, _TAGS)
+            left_out += [(a + s, a + e) for s, e in found]
+        return _without(spans, left_out)
+
+
+ALL = Trained()
+
+
+def _calls_in(template, tools, messages, text, start):
+    "[(first, last)] characters of what a turn, from `start`, says because of its calls."
+    content = messages[-1].get("content") or ""
+    turn = {k: v for k, v in messages[-1].items() if k != "tool_calls"}
+    try:
+        bare = template([*messages[:-1], turn | {"content": content}], tools)[0][start:]
+    except BadRow:  # such a turn cannot do without its calls
+        return [(start, len(text))]
+    end = len(text) - common_prefix(text[start:][::-1], bare[::-1])
+    first = start + common_prefix(text[start:], bare)
+    more = len(text) - start - len(bare)
+    if more > 0 and end - first <= more:  # they are put in between, at `first` or before it
+        (tokens,) = template.tokens([text])
+        begins = {a for a, _ in tokens.offsets} | {len(text)}
+        places = range(first, end - more - 1, -1)
+        whole = (i for i in places if i in begins and i + more in begins)
+        place = next(whole, first)
+        return [(place, place + more)]
+    at = text.find(content.strip(), start) if content.strip() else end
+    return _without([(first, end)], [(at, at + len(content.strip()))])
+
+
+def _reasoning_in(template, tools, messages, text, start):
+    "[(first, last)] characters of what a turn, from `start`, thinks, with the tags around it."
+    thought = messages[-1]["reasoning_content"].strip()
+    place = text.find(thought, start)
+    if place < 0:
+        return []
+    end = place + len(thought)
+    closing = _closing(template, tools, messages, thought, start)
+    end += common_prefix(text[end:], closing)
+    return [(start, len(text) - len(text[end:].lstrip()))]
+
+
+def _closing(template, tools, messages, thought, start):
+    "What follows reasoning because of it, before an answer."
+    answer = "It is."
+    turn = {"role": "assistant", "content": answer}
+    thinks = turn | {k: v for k, v in messages[-1].items() if k in THOUGHT}
+    try:
+        before = len(template(messages[:-1], tools)[0])
+        texts = (template([*messages[:-1], t], tools)[0][before:] for t in (thinks, turn))
+        with_thought, without = (text.rpartition(answer)[0] for text in texts)
+    except BadRow:
+        return ""
+    opening, found, between = with_thought.partition(thought)
+    if not found or without.startswith(opening):  # an empty block is written without reasoning
+        return between
+    header = min(start - before, common_prefix(opening, without))  # it begins both
+    ours, theirs = template.tokens([between, without[header:]])
+    same = common_prefix(ours.ids[::-1], theirs.ids[::-1])
+    return between[: ours.offsets[-same][0]] if same else between
+
+
 WORK = 1 << 27  # characters that are rendered for one conversation at most
 
 
@@ -326,25 +456,13 @@ def turns_of(
     template: ChatTemplate,
     tools: list[dict] | None = None,
     first: int | None = None,
-    trained=None,
+    trained: Trained | None = None,
 ) -> Turns:
     """Render the context and the text of each assistant turn, of messages of `normalize` and tools of `tools_of`: (text
-    through the turn, trained characters); with `first`, but for turns after so many tokens. `trained`: (messages
-    through a turn, text, its spans) -> spans; None: all that it says. ValueError if no border is certain; BadRow: too
+    through the turn, trained characters); with `first`, but for turns after so many tokens. `trained`: what of the
+    answers; None: all that they say. ValueError if no border is certain; BadRow: too
     many turns, or no spelling of the calls of tools is read."""
     return in_a_spelling(messages, lambda m: _turns_of(m, template, tools, first, trained))
-
-
-def in_a_spelling(messages: list[dict], attempt: Callable[[list[dict]], Any]) -> Any:
-    """What the first attempt gives that succeeds, with the calls of tools in messages of `normalize` spelled in one way
-    after another: it raises Misread for a spelling that is not read. Misread: the template reads none."""
-    errors = []
-    for spelled in spellings(messages):
-        try:
-            return attempt(spelled)
-        except Misread as e:
-            errors.append(e)
-    raise max(errors, key=lambda e: bool(e.at))  # what is left out says more
 
 
 def _turns_of(messages, template, tools, first, trained):
@@ -381,7 +499,7 @@ def _turns_of(messages, template, tools, first, trained):
                 spans = [(max(a, start), b) for a, b in spans if b > start]
         if messages[j].get("tool_calls"):
             check_calls(lambda m: template(m, tools)[0], read, full, spans)
-        turns.append((full, trained(read, full, spans) if trained else spans))
+        turns.append((full, trained.spans(template, tools, read, full, spans) if trained else spans))
         if not first or j == answers[-1]:
             continue
         kept = "\n".join(_parts_of(m)[1] for m in read)  # in the history of every later turn: not the reasoning

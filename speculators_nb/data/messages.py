@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 _REPR = reprlib.Repr()
@@ -336,24 +336,18 @@ def content_hash(row: dict | list | Conversation) -> str:
         content = [list(map(int, column)) for column in (columns["input_ids"], [] if mask is None else mask)]
     else:
         try:
-            turns, tools = (read.messages, read.tools) if read else (normalize(columns), tools_of(columns))
-            turns = [_one_spelling(m) for m in turns]
+            messages, tools = (read.messages, read.tools) if read else (normalize(columns), tools_of(columns))
         except BadRow:  # as it is written
             turns, tools = columns.get("messages") or columns.get("conversations") or [], columns.get("tools") or None
+        else:
+            turns = [{k: v for k, v in m.items() if v is not None and k != "thinking"} for m in messages]
+            for turn in turns:
+                if isinstance(turn.get("content"), list):  # pictures; tables fill in None
+                    parts = [{"type": "text", "text": p} if isinstance(p, str) else p for p in turn["content"]]
+                    turn["content"] = [{k: v for k, v in part.items() if v is not None} for part in parts]
         content = [turns, tools, columns.get("images") or columns.get("image") or None]
     text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=_raw)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
-def _one_spelling(message):
-    "A message of `normalize`, reasoning under one name and the parts of its content alike."
-    message = {k: v for k, v in message.items() if v is not None and k != "thinking"}
-    if isinstance(message.get("content"), list):  # pictures; tables fill in None
-        message["content"] = [
-            {"type": "text", "text": p} if isinstance(p, str) else {k: v for k, v in p.items() if v is not None}
-            for p in message["content"]
-        ]
-    return message
 
 
 def _raw(value):
@@ -374,17 +368,26 @@ def identity(row: dict) -> str:
 EMPTY = ({"content": ""}, {"content": None}, {})  # of a turn that only calls tools
 
 
-def spellings(messages: list[dict]) -> Iterator[list[dict]]:
-    """The same conversation, as from `normalize`, with its calls of tools spelled in every way that templates read; as
-    it is written comes first."""
-    yield messages
-    tried = [messages]
-    if any(m.get("tool_calls") for m in messages):
-        for empty, arguments in itertools.product((None, *EMPTY), (None, _as_object, _as_text)):
-            spelled = [_spelled(m, empty, arguments) for m in messages]
-            if spelled not in tried:
-                tried.append(spelled)
-                yield spelled
+class Misread(BadRow):
+    "A chat template cannot read a conversation as it is spelled."
+
+
+def in_a_spelling(messages: list[dict], attempt: Callable[[list[dict]], Any]) -> Any:
+    """What the first attempt gives that succeeds, with the calls of tools in messages of `normalize` spelled in one way
+    after another, of all that templates read; as they are written comes first. It raises Misread for a spelling that is
+    not read. Misread: the template reads none."""
+    tried, errors = [], []
+    called = any(m.get("tool_calls") for m in messages)
+    for empty, arguments in itertools.product((None, *EMPTY), (None, _as_object, _as_text)):
+        spelled = [_spelled(m, empty, arguments) for m in messages] if called else messages
+        if spelled in tried:
+            continue
+        tried.append(spelled)
+        try:
+            return attempt(spelled)
+        except Misread as e:
+            errors.append(e)
+    raise max(errors, key=lambda e: bool(e.at))  # what is left out says more
 
 
 def as_served(messages: list[dict]) -> list[dict]:

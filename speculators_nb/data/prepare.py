@@ -35,11 +35,11 @@ from ..core.concurrency import end_with_parent
 from ..core.files import DiskError, atomic_folder, disk_errors, read_errors
 from ..core.options import check_options
 from ..core.provenance import provenance
-from .chat_encoding import FEATURES, Trained, arrow_columns, count_trained, encode_batch, read_conversation
-from .chat_template import ChatTemplate, fingerprint_template, load_processor, texts_in
+from .chat_encoding import FEATURES, add_trained, arrow_columns, encode_batch, read_conversation
+from .chat_template import ChatTemplate, Trained, fingerprint_template, load_processor, texts_in
 from .images import encode_images, resolve_images
 from .messages import REASONS, BadRow, brief, content_hash, reason_of
-from .prepared_folder import Prepared, changes, load_prepared
+from .prepared_folder import Prepared, changes
 from .sources import HELD_OUT, Located, conversation_count, files_of, hub_name, located, table_files
 from ..nn.target_head import verifier_config
 from ..verifier.folders import origin_of
@@ -404,20 +404,13 @@ class Result(NamedTuple):
     "What became of a source."
 
     rows: RowSpool  # as they were made
+    lengths: np.ndarray  # [rows] int64: tokens of each, in the order of the table
     order: np.ndarray  # [conversations that have rows], those for training first
     split: dict[str, int]  # rows for "train" and "val"
     counts: Counts  # what was left out, and why
     beyond: list[Excess] = []  # rows that are longer than the verifier's context
     first_beyond: str = ""  # where the first of them is
     held_out: int = 0  # conversations for validation: the last of the order
-
-    @property
-    def lengths(self) -> np.ndarray:  # [rows] int64
-        "Tokens of each row, in the order of the table."
-        counts, lengths = map(np.asarray, (self.rows.counts, self.rows.lengths))
-        firsts, n = (counts.cumsum() - counts)[self.order], counts[self.order]
-        before = np.repeat(firsts - (n.cumsum() - n), n)
-        return lengths[before + np.arange(len(before))]
 
     def questions(self) -> Iterator[dict]:
         """What the held-out conversations ask: a prompt, the token ids before the first answer;
@@ -485,7 +478,11 @@ def run_pipeline(
     order, held_out = _split(np.asarray(wholes), settings)
     val = sum(spool.counts[i] for i in order[n - held_out :])
     split = {"train": len(spool.lengths) - val, "val": val}
-    return Result(spool, order, split, counts, encoder.limits.count(spool.lengths), first_beyond, held_out)
+    of_each, lengths = map(np.asarray, (spool.counts, spool.lengths))
+    firsts, n = (of_each.cumsum() - of_each)[order], of_each[order]
+    in_order = np.repeat(firsts - (n.cumsum() - n), n) + np.arange(len(lengths))
+    beyond = encoder.limits.count(spool.lengths)
+    return Result(spool, lengths[in_order], order, split, counts, beyond, first_beyond, held_out)
 
 
 def prepare(
@@ -554,50 +551,21 @@ def write_table(folder: Path, result: Result, fingerprint: str) -> dict[int, int
     # state.json and dataset_info.json, and a file of one row for that which follows
     Dataset(empty, fingerprint=fingerprint).with_format("torch").save_to_disk(folder)
     (name,) = table_files(folder)
-    bar = tqdm(total=len(result.lengths), desc="write", unit="row", leave=False, delay=1)
-
-    def written(writer):
+    counts, bar = np.zeros(0, np.int64), tqdm(total=len(result.lengths), desc="write", unit="row", leave=False, delay=1)
+    with bar, ArrowWriter(features=features, path=str(folder / name)) as writer:
         for table in result.rows.tables(result.order):
             writer.write_table(table)
-            yield table
+            counts = add_trained(counts, table)
             bar.update(len(table))
-
-    with bar, ArrowWriter(features=features, path=str(folder / name)) as writer:
-        counts = count_trained(written(writer))
         writer.finalize()
-    return counts
-
-
-def _write(folder, result: Result, config, tokenizer):
-    "Everything at once, or nothing. Temporary folders of runs that were killed are removed."
-    place = folder.absolute()
-    left = re.compile(rf"\.{re.escape(place.stem)}\.[0-9a-f]{{8}}{re.escape(place.suffix)}")
-    for path in place.parent.glob(f".{place.stem}.*"):
-        if left.fullmatch(path.name) and path.is_dir():
-            shutil.rmtree(path)
-    fingerprint = hashlib.sha256(json.dumps(config["origin"]).encode()).hexdigest()[:16]
-    with atomic_folder(folder) as tmp:
-        freq = write_table(tmp, result, fingerprint)
-        with open(tmp / "sample_lengths.json", "w", encoding="utf-8") as file:
-            for i, n in enumerate(result.lengths):
-                file.write(f'{", " if i else "{"}"{i}": {n}')
-            file.write("}")
-        if result.held_out:
-            with open(tmp / HELD_OUT, "w", encoding="utf-8", errors="backslashreplace") as file:
-                for row in result.questions():
-                    if "prompt" in row:
-                        row["text"] = tokenizer.decode(row["prompt"])  # for a reader
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-        (tmp / "token_freq.json").write_text(json.dumps(freq), encoding="utf-8")
-        torch.save(freq, tmp / "token_freq.pt")  # numbers; for the upstream library
-        text = json.dumps(config, indent=1, ensure_ascii=False)
-        (tmp / "data_config.json").write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace", newline="")
+    return {int(i): int(counts[i]) for i in counts.nonzero()[0]}
 
 
 def _make(folder, data, paths, encoder, verifier, vocab_size, origin, num_proc):
-    "Make the folder: of data, which has these paths, for the verifier of this path, if it has one."
-    template, settings = encoder.template, encoder.settings
-    with tempfile.TemporaryFile(dir=folder.absolute().parent) as file:
+    """Make the folder, everything at once or nothing: of data, which has these paths, for the verifier of this path, if
+    it has one. Temporary folders of runs that were killed are removed."""
+    template, settings, place = encoder.template, encoder.settings, folder.absolute()
+    with tempfile.TemporaryFile(dir=place.parent) as file:
         result = run_pipeline(data, encoder, num_proc, file=file)
         if result.counts.lines("control_tokens"):
             log.warning("prepare: %s", result.counts.spelled())
@@ -616,7 +584,10 @@ def _make(folder, data, paths, encoder, verifier, vocab_size, origin, num_proc):
             },
             {f"data {i}" if i else "data": path for i, path in enumerate(paths)} | {"verifier": verifier},
         )
-        config = {  # with the fields of the upstream library
+        config = {
+            "version": "3.0",
+            **record,
+            # with the fields of the upstream library
             "model": {"target_model_path": name, "vocab_size": vocab_size},
             "data": {
                 "num_samples": len(result.lengths),
@@ -629,7 +600,27 @@ def _make(folder, data, paths, encoder, verifier, vocab_size, origin, num_proc):
             "report": result.counts.report(len(result.order), result.beyond),
             "format": {"schema": {"input_ids": ["seq"], "loss_mask": ["seq"], "seq_len": []}},
         }
-        _write(folder, result, {"version": "3.0"} | record | config, template.tokenizer)
+        left = re.compile(rf"\.{re.escape(place.stem)}\.[0-9a-f]{{8}}{re.escape(place.suffix)}")
+        for path in place.parent.glob(f".{place.stem}.*"):
+            if left.fullmatch(path.name) and path.is_dir():
+                shutil.rmtree(path)
+        fingerprint = hashlib.sha256(json.dumps(origin).encode()).hexdigest()[:16]
+        with atomic_folder(folder) as tmp:
+            freq = write_table(tmp, result, fingerprint)
+            with open(tmp / "sample_lengths.json", "w", encoding="utf-8") as lengths:
+                for i, n in enumerate(result.lengths):
+                    lengths.write(f'{", " if i else "{"}"{i}": {n}')
+                lengths.write("}")
+            if result.held_out:
+                with open(tmp / HELD_OUT, "w", encoding="utf-8", errors="backslashreplace") as questions:
+                    for row in result.questions():
+                        if "prompt" in row:
+                            row["text"] = template.tokenizer.decode(row["prompt"])  # for a reader
+                        questions.write(json.dumps(row, ensure_ascii=False) + "\n")
+            (tmp / "token_freq.json").write_text(json.dumps(freq), encoding="utf-8")
+            torch.save(freq, tmp / "token_freq.pt")  # numbers; for the upstream library
+            text = json.dumps(config, indent=1, ensure_ascii=False)
+            (tmp / "data_config.json").write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace", newline="")
 
 
 BEFORE = {  # what origins do not say that were recorded before there was a choice
@@ -733,7 +724,7 @@ def prepare_data(
             )
         if old is None or changed:
             _make(folder, readable, paths, encoder, path, vocab_size, origin, num_proc)
-        prepared = load_prepared(folder)
+        prepared = Prepared(folder)
     if draft_vocab_size:
         prepared.add_vocab_mapping(draft_vocab_size, vocab_size)
     return prepared

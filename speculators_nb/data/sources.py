@@ -1,7 +1,6 @@
 """Reading conversations: JSONL, JSON and Parquet files, folders, Arrow tables, the hub, memory; streaming, with
 bounded memory. A bad line is counted, a wrong file is an error; a conversation has its place."""
 
-import contextlib
 import gzip
 import io
 import json
@@ -172,12 +171,12 @@ class _Text:
         )
 
 
-def _read_json(path, file):
+def _read_json(text):
     "(place, row) of a list of conversations, or of one; returns whether the file holds lines instead."
-    text, n, messages, size = _Text(path, file), 0, None, 0
+    n, messages, size = 0, None, 0
     sign = text.peek()
     if not sign:
-        raise ValueError(f"{path}: is empty, expected one list of conversations")
+        raise ValueError(f"{text.path}: is empty, expected one list of conversations")
     if sign != "[":
         row = text.value() if sign == "{" else None
         if row is None or text.peek():
@@ -230,9 +229,11 @@ def _read_parquet(path):
         raise ValueError(f"{path}, after row {n}: damaged, or no Parquet file ({why}). Copy it again.") from None
 
 
-@contextlib.contextmanager
-def _open(path):
-    "A file of text, unpacked. ValueError: it begins like something else."
+def read_rows(path):
+    "(place, row or BadRow) of each conversation in one file. ValueError: it begins like something else."
+    if path.suffix == ".parquet":
+        yield from _read_parquet(path)
+        return
     with gzip.GzipFile(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
         raw = file.peek(64)
         if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -243,19 +244,11 @@ def _open(path):
             raise ValueError(f"{path}, line 1: begins with zero bytes, expected text. Copy the file again.")
         if raw[:2] == b"\x1f\x8b":
             raise ValueError(f"{path}: is compressed by gzip; give it a name that ends in .gz")
-        yield file
-
-
-def read_rows(path):
-    "(place, row or BadRow) of each conversation in one file."
-    if path.suffix == ".parquet":
-        yield from _read_parquet(path)
-        return
-    if path.name.endswith((".json", ".json.gz")):
-        with _open(path) as file:
-            if not (yield from _read_json(path, file)):
+        if path.name.endswith((".json", ".json.gz")):
+            text = _Text(path, file)
+            if not (yield from _read_json(text)):
                 return
-    with _open(path) as file:
+            text.file.detach().seek(0)
         for n, (raw, whole) in enumerate(read_lines(file), 1):
             row = _parsed(raw) if whole else BadRow(TOO_LONG)
             del raw  # before the next is read
