@@ -98,8 +98,7 @@ CONVERSATIONS = ("messages", "conversations", "conversation", "dialog", "dialogu
 
 # columns of data sets of questions; a question without an answer is a prompt
 QUESTIONS = ("question", "instruction", "prompt", "query", "problem", "inputs", "input")
-ANSWERS = ("solution", "generated_solution", "answer", "output", "response", "completion")
-ANSWERS += ("targets",)
+ANSWERS = ("solution", "generated_solution", "answer", "output", "response", "completion", "targets")
 
 
 def question_and_answer(row: dict) -> list:
@@ -113,15 +112,10 @@ def question_and_answer(row: dict) -> list:
             question = f"{question}\n\n{context}"
     messages = _as_messages("user", question, column)
     answers = _as_messages("assistant", row.get(answered), answered)
-    if answers and (thought := _thought_column(row)):
+    thought = _first(row, *THOUGHT)  # before the answer; some tables have a switch of that name
+    if answers and isinstance(thought, str) and thought not in ("", "on", "off"):
         answers = [{"reasoning_content": thought} | answers[0], *answers[1:]]
     return messages + answers if messages else []
-
-
-def _thought_column(row):
-    "What was thought before the answer; some tables have a switch, on or off, of that name."
-    thought = _first(row, *THOUGHT)
-    return thought if isinstance(thought, str) and thought not in ("on", "off") else None
 
 
 def _as_messages(role, content, column):
@@ -330,7 +324,7 @@ def content_hash(row: dict | list | Conversation) -> str:
     """32 hex digits of a conversation in any spelling: of its roles, contents, tools and their calls, reasoning,
     images; or of the token ids and the mask. Ids and metadata do not count."""
     read = row if isinstance(row, Conversation) else None
-    columns = read._asdict() if read else row if isinstance(row, dict) else {"messages": row}
+    columns: Any = read._asdict() if read else row if isinstance(row, dict) else {"messages": row}
     if columns.get("input_ids") is not None:
         mask = columns.get("loss_mask")
         content = [list(map(int, column)) for column in (columns["input_ids"], [] if mask is None else mask)]

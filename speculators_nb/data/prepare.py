@@ -40,7 +40,7 @@ from .chat_template import ChatTemplate, Trained, fingerprint_template, load_pro
 from .images import encode_images, resolve_images
 from .messages import REASONS, BadRow, brief, content_hash, reason_of
 from .prepared_folder import Prepared, changes
-from .sources import HELD_OUT, Located, conversation_count, files_of, hub_name, located, table_files
+from .sources import HELD_OUT, Located, conversation_count, files_of, located, table_files
 from ..nn.target_head import verifier_config
 from ..verifier.folders import origin_of
 from ..verifier.row_limits import Excess, RowLimits
@@ -478,11 +478,11 @@ def run_pipeline(
     order, held_out = _split(np.asarray(wholes), settings)
     val = sum(spool.counts[i] for i in order[n - held_out :])
     split = {"train": len(spool.lengths) - val, "val": val}
-    of_each, lengths = map(np.asarray, (spool.counts, spool.lengths))
-    firsts, n = (of_each.cumsum() - of_each)[order], of_each[order]
-    in_order = np.repeat(firsts - (n.cumsum() - n), n) + np.arange(len(lengths))
+    lengths, rows = map(np.asarray, (spool.lengths, spool.counts))  # as they were made; rows of each conversation
+    firsts, rows = (rows.cumsum() - rows)[order], rows[order]
+    lengths = lengths[np.repeat(firsts - (rows.cumsum() - rows), rows) + np.arange(len(lengths))]
     beyond = encoder.limits.count(spool.lengths)
-    return Result(spool, lengths[in_order], order, split, counts, beyond, first_beyond, held_out)
+    return Result(spool, lengths, order, split, counts, beyond, first_beyond, held_out)
 
 
 def prepare(
@@ -527,8 +527,9 @@ def fingerprint_data(data) -> tuple[str, Any]:
     are kept in memory; and the data, which can be read (again)."""
     h = hashlib.sha256()
     sources = data if isinstance(data, (list, tuple)) else [data]
-    if all(isinstance(d, (str, Path)) and not hub_name(d) for d in sources):
-        for file in chain.from_iterable(files_of(d) or () for d in sources):
+    files = [files_of(d) for d in sources]
+    if None not in files:
+        for file in chain.from_iterable(filter(None, files)):
             with read_errors(file), open(file, "rb") as f:
                 h.update(hashlib.file_digest(f, "sha256").digest())
     else:
