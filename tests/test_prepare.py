@@ -81,8 +81,8 @@ def test_preparing_is_short_to_read(chats, tmp_path):
     calls = calls_of(lambda: prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p", num_proc=1))
     functions = {(file, name) for file, name, _ in calls}
     of_data = {function for function in functions if function[0].startswith("/data/")}
-    assert len(of_data) <= 84 and len({file for file, _ in of_data}) <= 6, sorted(of_data)
-    assert len(functions) <= 129 and len({file for file, _ in functions}) <= 15, sorted(functions - of_data)
+    assert len(of_data) <= 83 and len({file for file, _ in of_data}) <= 6, sorted(of_data)
+    assert len(functions) <= 128 and len({file for file, _ in functions}) <= 15, sorted(functions - of_data)
 
 
 @pytest.mark.statement("release-19", "release-25", "release-26")

@@ -13,7 +13,7 @@ from datasets import Dataset, DatasetInfo, Features, Sequence, Value
 
 from ..core.files import atomic_folder
 from .chat_template import ALL, ChatTemplate, Spans, Trained, Turns, merge_turns, reach, turns_of
-from .messages import BadRow, Conversation, brief, check_text, domain_of, normalize, tools_of
+from .messages import BadRow, Conversation, brief, check_text, domain_of, in_a_spelling, normalize, tools_of
 
 
 def read_conversation(row: dict | list | BadRow | Conversation, vocab_size: int | None = None) -> Conversation:
@@ -158,7 +158,9 @@ def encode_batch(
             if conversation.pictured:
                 reason = "holds more than text: prepare it with the processor of a vision-language verifier"
                 raise BadRow(reason, conversation.pictured[0])
-            turns = merge_turns(turns_of(conversation.messages, template, conversation.tools, first, trained), rows)
+            messages, tools = conversation.messages, conversation.tools
+            turns = in_a_spelling(messages, lambda m: turns_of(m, template, tools, first, trained))
+            turns = merge_turns(turns, rows)
             if not turns:
                 raise BadRow("no assistant message that answers another")
             for text, _ in turns:

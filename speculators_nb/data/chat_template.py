@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from .messages import THOUGHT, BadRow, Misread, in_a_spelling
+from .messages import THOUGHT, BadRow, Misread
 
 
 Spans = list[tuple[int, int]]  # (first character, the one after the last) of parts of a text
@@ -460,13 +460,8 @@ def turns_of(
 ) -> Turns:
     """Render the context and the text of each assistant turn, of messages of `normalize` and tools of `tools_of`: (text
     through the turn, trained characters); with `first`, but for turns after so many tokens. `trained`: what of the
-    answers; None: all that they say. ValueError if no border is certain; BadRow: too
-    many turns, or no spelling of the calls of tools is read."""
-    return in_a_spelling(messages, lambda m: _turns_of(m, template, tools, first, trained))
-
-
-def _turns_of(messages, template, tools, first, trained):
-    "Turns of a conversation in one spelling. Misread: the template reads another."
+    answers; None: all that they say. ValueError if no border is certain; BadRow: too many turns; Misread: the template
+    reads calls of tools in another spelling (`in_a_spelling`)."""
     turns = Turns()
     turns.messages, turns.omitted = messages, {}
     answers = [j for j, m in enumerate(messages) if m["role"] == "assistant"]

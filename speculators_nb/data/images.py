@@ -26,7 +26,7 @@ from ..core.files import atomic_write
 from ..core.http_client import proxy_for, read_reply, time_left, time_limit
 from .chat_encoding import Rows, check_ids, read_conversation, token_mask
 from .chat_template import ALL, ChatTemplate, Trained, load_processor, merge_turns, turns_of
-from .messages import Conversation, check_text, tools_of
+from .messages import Conversation, check_text, in_a_spelling, tools_of
 from .prepared_folder import config_of
 
 NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
@@ -358,7 +358,7 @@ def encode_images(
 ) -> Rows:  # (input_ids int32 [n], loss_mask bool [n], messages of the row, tools) per row
     """`chat_encoding.encode_batch` for one conversation with pictures. A row of `first` tokens
     or more has no pictures and an empty mask."""
-    turns = turns_of(for_template(messages), template, tools, trained=trained)
+    turns = in_a_spelling(for_template(messages), lambda m: turns_of(m, template, tools, trained=trained))
     ends = [j + 1 for j, m in enumerate(messages) if m["role"] == "assistant"]
     ends = ends[len(ends) - len(turns) :]  # an answer to nobody is no turn
     end_of = {text: end for (text, _), end in zip(turns, ends)}
