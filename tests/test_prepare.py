@@ -80,6 +80,7 @@ def test_preparing_is_short_to_read(chats, tmp_path):
     (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, chats[:5])))
     calls = calls_of(lambda: prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p", num_proc=1))
     functions = {(file, name) for file, name, _ in calls}
+    assert sum(name == "normalize" for _, name, _ in calls) == 5  # each conversation is read into one form once
     of_data = {function for function in functions if function[0].startswith("/data/")}
     assert len(of_data) <= 83 and len({file for file, _ in of_data}) <= 6, sorted(of_data)
     assert len(functions) <= 128 and len({file for file, _ in functions}) <= 15, sorted(functions - of_data)

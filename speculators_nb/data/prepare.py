@@ -40,7 +40,7 @@ from .chat_template import ChatTemplate, Trained, fingerprint_template, load_pro
 from .images import encode_images, resolve_images
 from .messages import REASONS, BadRow, brief, content_hash, reason_of
 from .prepared_folder import Prepared, changes
-from .sources import HELD_OUT, Located, conversation_count, files_of, located, table_files
+from .sources import HELD_OUT, Located, conversation_count, files_of, located
 from ..nn.target_head import verifier_config
 from ..verifier.folders import origin_of
 from ..verifier.row_limits import Excess, RowLimits
@@ -551,9 +551,9 @@ def write_table(folder: Path, result: Result, fingerprint: str) -> dict[int, int
     empty = pa.table([pa.nulls(1, t) for t in features.arrow_schema.types], features.arrow_schema)
     # state.json and dataset_info.json, and a file of one row for that which follows
     Dataset(empty, fingerprint=fingerprint).with_format("torch").save_to_disk(folder)
-    (name,) = table_files(folder)
+    (file,) = folder.glob("*.arrow")
     counts, bar = np.zeros(0, np.int64), tqdm(total=len(result.lengths), desc="write", unit="row", leave=False, delay=1)
-    with bar, ArrowWriter(features=features, path=str(folder / name)) as writer:
+    with bar, ArrowWriter(features=features, path=str(file)) as writer:
         for table in result.rows.tables(result.order):
             writer.write_table(table)
             counts = add_trained(counts, table)
