@@ -467,7 +467,7 @@ def turns_of(
     answers = [j for j, m in enumerate(messages) if m["role"] == "assistant"]
     seen = 0  # messages that were looked for in a text
     rendered = 0  # characters of work
-    looked = first and reach(first)  # characters of the messages up to which later turns may be needed
+    looked = reach(first) if first else 0  # characters of the messages up to which later turns may be needed
     for k, j in enumerate(answers):
         if not j:  # an answer to nobody
             turns.omitted["an answer before the first question, which is not trained"] = 0
