@@ -239,7 +239,7 @@ FAULTS = [
     ),
     Fault(
         "turns with weight 0 are trained",
-        "data/chat_encoding.py",
+        "data/chat_template.py",
         'if turn.get("weight") == 0 or not spans:',
         "if not spans:",
         "chat_encoding.py::test_a_turn_of_weight_0_is_read_and_not_trained",

@@ -11,7 +11,6 @@ import json
 import re
 import sys
 from collections import Counter, defaultdict
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -21,9 +20,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from speculators_nb.data.chat_encoding import ALL, Trained, encode_batch, mask_of
-from speculators_nb.data.chat_template import ChatTemplate, merge_turns, turns_of
-from speculators_nb.data.messages import BadRow
+from speculators_nb.data.chat_encoding import encode_batch, mask_of
+from speculators_nb.data.chat_template import ALL, ChatTemplate, Trained, merge_turns, turns_of
+from speculators_nb.data.messages import BadRow, in_a_spelling
 
 TOOLS = [
     {
@@ -344,7 +343,7 @@ def pictured(template, shape, rows="conversation", trained=ALL):
     if not any(isinstance(m["content"], list) for m in shape.messages if "content" in m):
         return None
     try:
-        turns = turns_of(shape.messages, template, None, trained=partial(trained.spans, template, None))
+        turns = in_a_spelling(shape.messages, lambda m: turns_of(m, template, None, trained=trained))
     except BadRow as e:
         return e
     texts = merge_turns(turns, rows)

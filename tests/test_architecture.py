@@ -270,7 +270,7 @@ def test_workers_end_with_their_parent():
             if ast.unparse(call.func).endswith("ProcessPoolExecutor"):
                 first = ast.unparse(call.args[2]) if len(call.args) > 2 else ""
                 pools[module] = "end_with_parent" in functions.get(first, first)
-    assert pools == dict.fromkeys(pools, True) and {"data.pipeline", "lab.grid"} <= pools.keys()
+    assert pools == dict.fromkeys(pools, True) and {"data.prepare", "lab.grid"} <= pools.keys()
 
 
 def test_options_are_checked_before_a_name_is_imported():

@@ -21,7 +21,7 @@ from speculators_nb.data.chat_encoding import (
 )
 from speculators_nb.data.chat_template import ChatTemplate, turns_of
 from speculators_nb.data.messages import BadRow, normalize
-from speculators_nb.data.pipeline import prepare
+from speculators_nb.data.prepare import prepare
 from speculators_nb.lab.shipped import read_corpus, shipped_data
 
 MARKED = (

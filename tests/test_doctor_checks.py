@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from speculators_nb.data.pipeline import prepare
+from speculators_nb.data.prepare import prepare
 from speculators_nb.decode.generate import Generation
 from speculators_nb.decode.tree import TokenTree
 from speculators_nb.doctor import data_checks as data

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import speculators_nb.train.fresh_answers as fresh_answers
 from speculators_nb.data.chat_encoding import save_prepared, to_dataset
-from speculators_nb.data.pipeline import prepare
+from speculators_nb.data.prepare import prepare
 from speculators_nb.decode.tree import Sampling, TokenTree
 from speculators_nb.features.feature_folder import table_of
 from speculators_nb.features.in_process import LiveFeatures, extract_features

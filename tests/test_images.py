@@ -29,12 +29,12 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from speculators_nb.data import images
+from speculators_nb.data.chat_encoding import read_conversation
 from speculators_nb.data.chat_template import ChatTemplate
 from speculators_nb.data.images import (
     carry_mask,
     fetch_picture,
     for_template,
-    has_pictures,
     inputs_of,
     is_public,
     load_processor,
@@ -397,13 +397,16 @@ def test_pictures_of_datasets_and_pillow(tmp_path):
         resolve_images({"images": [data], "messages": [{"role": "user", "content": "x"}]}, tmp_path)
 
 
-def test_has_pictures():
-    assert has_pictures({"image": "a.png", "messages": []}) and has_pictures(
-        {"messages": [{"content": [{"type": "image_url"}]}]}
-    )
-    assert not has_pictures(
-        {"images": [], "messages": [{"content": [{"type": "text", "text": "x"}]}]}
-    ) and not has_pictures({"input_ids": [1], "images": ["x"]})
+def test_which_conversations_hold_pictures():
+    said = {"role": "user", "content": "x"}
+    parts = [{"type": "text", "text": "x"}, {"type": "image_url", "image_url": "a.png"}]
+    for row, places in (
+        ({"image": "a.png", "messages": [said]}, [""]),
+        ({"messages": [said, said | {"content": parts}]}, ["message 1"]),
+        ({"images": [], "messages": [said | {"content": parts[:1]}]}, []),
+        ({"input_ids": [1], "loss_mask": [1], "images": ["x"]}, []),
+    ):
+        assert read_conversation(row).pictured == places
 
 
 def test_a_mask_is_carried_or_refused():

@@ -27,8 +27,7 @@ from transformers import AutoTokenizer
 
 from speculators_nb.data.chat_encoding import encode, to_dataset
 from speculators_nb.data.messages import normalize
-from speculators_nb.data.pipeline import Result, RowSpool, prepare
-from speculators_nb.data.prepare import fingerprint_data, prepare_data
+from speculators_nb.data.prepare import Result, RowSpool, fingerprint_data, prepare, prepare_data
 from speculators_nb.data.prepared_folder import changes, load_prepared, read_token_freq
 from speculators_nb.data.sources import read_conversations
 from speculators_nb.evaluate.prompts import encode_prompts, prompt_of, read_prompts
@@ -81,9 +80,10 @@ def test_preparing_is_short_to_read(chats, tmp_path):
     (tmp_path / "c.jsonl").write_text("\n".join(map(json.dumps, chats[:5])))
     calls = calls_of(lambda: prepare_data(tmp_path / "c.jsonl", VERIFIER, tmp_path / "p", num_proc=1))
     functions = {(file, name) for file, name, _ in calls}
+    assert sum(name == "normalize" for _, name, _ in calls) == 5  # each conversation is read into one form once
     of_data = {function for function in functions if function[0].startswith("/data/")}
-    assert len(of_data) <= 109 and len({file for file, _ in of_data}) <= 8, sorted(of_data)
-    assert len(functions) <= 158 and len({file for file, _ in functions}) <= 17, sorted(functions - of_data)
+    assert len(of_data) <= 83 and len({file for file, _ in of_data}) <= 6, sorted(of_data)
+    assert len(functions) <= 128 and len({file for file, _ in functions}) <= 15, sorted(functions - of_data)
 
 
 @pytest.mark.statement("release-19", "release-25", "release-26")
@@ -146,7 +146,7 @@ def test_questions_of_held_out_conversations_with_pictures_with_tools_and_with_n
     for more in ((asked, tools), (), (asked, None)):
         spool.append([(ids, mask, *more)])
     spool.finish()
-    questions = [*Result(spool, np.arange(3), {}, None, held_out=3).questions()]
+    questions = [*Result(spool, np.array([3] * 3), np.arange(3), {}, None, held_out=3).questions()]
     assert questions == [{"messages": asked, "tools": tools}, {"prompt": [1, 2]}, {"messages": asked, "tools": None}]
 
 
@@ -392,10 +392,10 @@ def test_processes_change_nothing(tmp_path):
 
 
 def test_a_process_that_dies_is_an_error(tmp_path, monkeypatch):
-    from speculators_nb.data import pipeline
+    from speculators_nb.data import prepare
 
     # as if memory had run out
-    monkeypatch.setattr(pipeline, "encode_batch", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
+    monkeypatch.setattr(prepare, "encode_batch", lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
     with pytest.raises(ChildProcessError, match="smaller num_proc"):
         prepare_data(corpus(700), VERIFIER, tmp_path / "p", num_proc=2)
     assert not (tmp_path / "p").exists()
@@ -416,10 +416,10 @@ def stop_after(module, name, pipe, first=False):
 
 def run_until(where, data, folder, pipe):
     from speculators_nb.core import files as utils
-    from speculators_nb.data import pipeline, prepare
+    from speculators_nb.data import prepare
 
     if where == "tokenise":
-        stop_after(pipeline, "encode_batch", pipe)
+        stop_after(prepare, "encode_batch", pipe)
     if where == "write":
         stop_after(prepare.torch, "save", pipe)  # the table is there, the record is not
     if where == "rename":
@@ -577,9 +577,9 @@ def test_the_report_shows_control_tokens(chats, tmp_path, caplog):
 
 
 def test_large_conversations_are_done_here_and_in_order(tmp_path, monkeypatch):
-    from speculators_nb.data import pipeline
+    from speculators_nb.data import prepare
 
-    monkeypatch.setattr(pipeline, "BATCH", 3000)
+    monkeypatch.setattr(prepare, "BATCH", 3000)
     chats = corpus(900)
     for i in (0, 3, 450, 899):
         chats[i] = {
@@ -589,9 +589,9 @@ def test_large_conversations_are_done_here_and_in_order(tmp_path, monkeypatch):
                 {"role": "assistant", "content": "so"},
             ]
         }
-    here, encode_here = [], pipeline._encode
+    here, encode_here = [], prepare._encode
     monkeypatch.setattr(
-        pipeline, "_encode", lambda batch, encoder: here.append(len(batch)) or encode_here(batch, encoder)
+        prepare, "_encode", lambda batch, encoder: here.append(len(batch)) or encode_here(batch, encoder)
     )
     one = prepare_data(chats, VERIFIER, tmp_path / "1", num_proc=1, shuffle=False, max_length=64)
     assert len(here) > 100 and here.count(1) >= 4
@@ -658,8 +658,7 @@ import resource, sys, tempfile
 from pathlib import Path
 import numpy as np
 from speculators_nb.data.chat_template import ChatTemplate
-from speculators_nb.data.pipeline import Encoder, Settings, run_pipeline
-from speculators_nb.data.prepare import write_table
+from speculators_nb.data.prepare import Encoder, Settings, run_pipeline, write_table
 from transformers import AutoTokenizer
 encoder = Encoder(ChatTemplate(AutoTokenizer.from_pretrained(sys.argv[2])), Settings(1000, dedup=False), 2048)
 for n in (1000, 8000):
@@ -684,10 +683,10 @@ def test_memory_does_not_grow_with_the_rows(tmp_path):
 
 def test_the_table_is_what_datasets_would_write(tmp_path, monkeypatch):
     "But for the number of rows in a batch; also in parts of fewer conversations."
-    from speculators_nb.data import pipeline
+    from speculators_nb.data import prepare
     from speculators_nb.data.sources import load_table
 
-    monkeypatch.setattr(pipeline, "AT_ONCE", 70)
+    monkeypatch.setattr(prepare, "AT_ONCE", 70)
     prepared = prepare_data(corpus(300), VERIFIER, tmp_path / "p", rows="turn", val_fraction=0.1, num_proc=1)
     prepared.rows.save_to_disk(tmp_path / "again")
     assert prepared.rows.data.table == load_table(tmp_path / "again").data.table

@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from speculators_nb.core import http_client as module
 from speculators_nb.core.concurrency import TooManyFailures
 from speculators_nb.core.http_client import Endpoint
-from speculators_nb.data.pipeline import prepare
+from speculators_nb.data.prepare import prepare
 from speculators_nb.regenerate.from_server import regenerate_from_server
 from speculators_nb.regenerate.journal import read_regenerated
 

@@ -10,7 +10,7 @@ from test_chat_encoding import tokenizer as byte_tokenizer
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.integrations import sdpa_attention
 
-from speculators_nb.data.pipeline import prepare
+from speculators_nb.data.prepare import prepare
 from speculators_nb.regenerate import in_process
 from speculators_nb.regenerate.in_process import (
     AnswerRequest,

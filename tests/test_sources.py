@@ -13,12 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from speculators_nb.data import sources as files
-from speculators_nb.data.messages import ROLES, BadRow, normalize
+from speculators_nb.data.messages import ROLES, BadRow, content_hash, identity, normalize
 from speculators_nb.data.sources import (
-    content_hash,
     conversation_count,
     hub_name,
-    identity,
     load_table,
     located,
     read_conversations,

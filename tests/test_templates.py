@@ -5,8 +5,8 @@ import json
 import pytest
 from template_matrix import SHAPES, cells, families, installed, tokenizer_of
 
-from speculators_nb.data.chat_encoding import Trained, encode, encode_batch
-from speculators_nb.data.chat_template import ChatTemplate
+from speculators_nb.data.chat_encoding import encode, encode_batch
+from speculators_nb.data.chat_template import ChatTemplate, Trained
 from speculators_nb.data.messages import normalize
 
 NO_CALLS, NO_REASONING = Trained(tool_calls=False), Trained(reasoning=False)

@@ -8,11 +8,10 @@ import pytest
 from test_chat_encoding import PLAIN, QWEN, QWEN_MARKED, tokenizer
 from transformers import AutoTokenizer
 
-from speculators_nb.data.chat_encoding import Trained, encode, encode_batch
-from speculators_nb.data.chat_template import ChatTemplate
+from speculators_nb.data.chat_encoding import encode, encode_batch
+from speculators_nb.data.chat_template import ChatTemplate, Trained
 from speculators_nb.data.messages import normalize
-from speculators_nb.data.pipeline import prepare
-from speculators_nb.data.prepare import prepare_data
+from speculators_nb.data.prepare import prepare, prepare_data
 
 TINY = Path(__file__).parents[1] / "data/tiny-verifier"
 # Llama 3.1's way: a call is JSON without any tag, in place of the content

@@ -13,7 +13,7 @@ import torch
 from test_trainer import arguments, samples, toy
 from transformers import AutoTokenizer
 
-from speculators_nb.data.pipeline import prepare
+from speculators_nb.data.prepare import prepare
 from speculators_nb.evaluate.acceptance import evaluate
 from speculators_nb.evaluate.prompts import encode_prompts, read_prompts
 from speculators_nb.evaluate.while_training import decoded_acceptance

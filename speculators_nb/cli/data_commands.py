@@ -13,7 +13,7 @@ from ..core.checkpoints import resolve_checkpoint
 from ..core.options import HERE, check_options
 from ..core.provenance import write_provenance
 from ..data.chat_template import tokenizer_errors
-from ..data.pipeline import prepare
+from ..data.prepare import prepare
 from ..data.prepared_folder import load_prepared, read_data_config
 from ..features.feature_folder import table_of
 from ..features.from_server import extract_from_server

@@ -14,8 +14,7 @@ from ..core.files import read_object, write_object
 from ..core.options import check_options
 from ..core.provenance import git_commit, identify
 from ..data.packing import collate
-from ..data.pipeline import prepare
-from ..data.prepare import prepare_data
+from ..data.prepare import prepare, prepare_data
 from ..decode.generate import NoDrafter, generate
 from ..decode.ngram import NgramDrafter
 from ..evaluate.acceptance import PLAIN, Evaluation, evaluate

@@ -102,10 +102,7 @@ def check_layers(config: dict[str, Any], where: str = "") -> None:
     for name, rule in LAYER_RULES.items():
         if name in config and (problem := rule.problem(config[name])):
             raise ValueError(f"{where}{name}={shown(config[name])}: {problem}")
-
-    def size(name):
-        return config[name] if isinstance(config.get(name), int) else None
-
+    size = {name: value for name, value in config.items() if isinstance(value, int)}.get
     pad, vocab_size = size("pad_token_id"), size("vocab_size")
     if pad is not None and vocab_size is not None and not -vocab_size <= pad < vocab_size:
         raise ValueError(f"{where}pad_token_id={pad}: must be less than {vocab_size=}")

@@ -3,11 +3,8 @@ The chat template marks the assistant's tokens, and only those are trained."""
 
 import html
 import json
-import re
-from collections.abc import Iterable
-from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,8 +12,26 @@ import pyarrow.compute as pc
 from datasets import Dataset, DatasetInfo, Features, Sequence, Value
 
 from ..core.files import atomic_folder
-from .chat_template import ChatTemplate, Spans, common_prefix, merge_turns, reach, turns_of
-from .messages import THOUGHT, BadRow, brief, check_text, normalize, pictures_beside, tools_of
+from .chat_template import ALL, ChatTemplate, Spans, Trained, Turns, merge_turns, reach, turns_of
+from .messages import BadRow, Conversation, brief, check_text, domain_of, in_a_spelling, normalize, tools_of
+
+
+def read_conversation(row: dict | list | BadRow | Conversation, vocab_size: int | None = None) -> Conversation:
+    """A conversation as it is written, one of `sources.located`, in one form; tokens are below the verifier's
+    `vocab_size`, if it is known. BadRow: it cannot be used."""
+    if isinstance(row, Conversation):
+        return row
+    if isinstance(row, BadRow):
+        raise row
+    columns = row if isinstance(row, dict) else {"messages": row}
+    domain = domain_of(columns)
+    if columns.get("input_ids") is not None:
+        ids, mask = ready_row(columns, vocab_size)
+        whole = columns.get("primary_id")  # as `regenerate` and upstream's regeneration write it
+        primary_id = whole if whole and isinstance(whole, str) else None
+        return Conversation(input_ids=ids, loss_mask=mask, domain=domain, primary_id=primary_id)
+    images = columns.get("images") or columns.get("image")
+    return Conversation(normalize(columns), tools_of(columns), images, domain=domain)
 
 
 def ready_row(row: dict, vocab_size: int | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -100,138 +115,6 @@ def token_mask(template: ChatTemplate, encoding: Any, spans: Spans, text: str) -
     return mask_of(np.array(encoding.offsets).reshape(-1, 2), spans, control, text)
 
 
-# (opening, closing) tags of reasoning; only what is on its own may begin in the prompt
-_TAGS = [(f"<{n}>", f"</{n}>") for n in ("think", "thinking", "thought", "reasoning")]
-_TAGS += [("[THINK]", "[/THINK]"), ("<|begin_of_thought|>", "<|end_of_thought|>")]
-_TAGS += [("<|channel>thought", "<channel|>"), ("<|START_THINKING|>", "<|END_THINKING|>")]
-_REASONING = [rf"{re.escape(a)}.*?(?:{re.escape(b)}\s*|\Z)" for a, b in _TAGS]
-_REASONING += [r"<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>(?:<\|start\|>assistant)?|\Z)"]
-_CALLS = [
-    r"\s*<tool_call>.*?(?:</tool_call>|\Z)",
-    r"\[TOOL_CALLS\][^<]*",
-    r"<\|python_tag\|>.*?(?=<\||\Z)",
-    r"<\|channel\|>commentary to=.*?(?:<\|call\|>|\Z)",
-    r"<\|tool_calls_section_begin\|>.*?(?:<\|tool_calls_section_end\|>|\Z)",
-    "<\uff5ctool\u2581calls\u2581begin\uff5c>.*?(?:<\uff5ctool\u2581calls\u2581end\uff5c>|\\Z)",
-    r"<\|START_ACTION\|>.*?(?:<\|END_ACTION\|>|\Z)",
-    r"<\|tool_call>.*?(?:<tool_call\|>|\Z)",
-    r"<\|tool_call_start\|>.*?(?:<\|tool_call_end\|>|\Z)",
-]
-_REASONING, _CALLS = (re.compile("|".join(p), re.S) for p in (_REASONING, _CALLS))
-
-
-def _marked(text, pattern, opened=()):
-    "(first, last) characters of what a pattern finds, and of a tag that the prompt opened."
-    found = [m.span() for m in pattern.finditer(text)]
-    for begin, end in opened:
-        place = text.find(end)
-        if place >= 0 and not 0 <= text.find(begin) < place:
-            rest = text[place + len(end) :]
-            found.append((0, len(text) - len(rest.lstrip())))
-    return found
-
-
-def _without(spans, left_out):
-    "Spans of characters without others."
-    for a, b in left_out:
-        parts = ([(s, min(e, a)), (max(s, b), e)] for s, e in spans)
-        spans = [(s, e) for pair in parts for s, e in pair if s < e]
-    return spans
-
-
-class Trained(NamedTuple):
-    "What of the assistant's turns is trained, besides the text of answers."
-
-    reasoning: bool = True  # what it thought
-    tool_calls: bool = True  # calls of tools
-
-    def spans(
-        self, template: ChatTemplate, tools: list[dict] | None, messages: list[dict], text: str, spans: Spans
-    ) -> Spans:
-        """Trained characters of a turn, the last of the messages, of its characters `spans` in the rendered text.
-        BadRow: it says nothing."""
-        turn = messages[-1]
-        calls = turn.get("tool_calls")
-        if turn.get("content") == "" and not calls and not turn.get("reasoning_content"):
-            raise BadRow("an answer is empty", f"message {len(messages) - 1} (assistant)")
-        if turn.get("weight") == 0 or not spans:
-            return []
-        left_out = []
-        if calls and not self.tool_calls:
-            left_out += _calls_in(template, tools, messages, text, spans[0][0])
-        if not self.reasoning and turn.get("reasoning_content"):
-            left_out += _reasoning_in(template, tools, messages, text, spans[0][0])
-        return self.tagged(text, _without(spans, left_out))
-
-    def tagged(self, text: str, spans: Spans) -> Spans:
-        "What is trained of the assistant's characters in the text of a whole row, by the tags in it."
-        left_out = []
-        for a, b in spans:
-            part = text[a:b]
-            found = [] if self.tool_calls else _marked(part, _CALLS)
-            if not self.reasoning:
-                found += _marked(part, _REASONING, _TAGS)
-            left_out += [(a + s, a + e) for s, e in found]
-        return _without(spans, left_out)
-
-
-ALL = Trained()
-
-
-def _calls_in(template, tools, messages, text, start):
-    "[(first, last)] characters of what a turn, from `start`, says because of its calls."
-    content = messages[-1].get("content") or ""
-    turn = {k: v for k, v in messages[-1].items() if k != "tool_calls"}
-    try:
-        bare = template([*messages[:-1], turn | {"content": content}], tools)[0][start:]
-    except BadRow:  # such a turn cannot do without its calls
-        return [(start, len(text))]
-    end = len(text) - common_prefix(text[start:][::-1], bare[::-1])
-    first = start + common_prefix(text[start:], bare)
-    more = len(text) - start - len(bare)
-    if more > 0 and end - first <= more:  # they are put in between, at `first` or before it
-        (tokens,) = template.tokens([text])
-        begins = {a for a, _ in tokens.offsets} | {len(text)}
-        places = range(first, end - more - 1, -1)
-        whole = (i for i in places if i in begins and i + more in begins)
-        place = next(whole, first)
-        return [(place, place + more)]
-    at = text.find(content.strip(), start) if content.strip() else end
-    return _without([(first, end)], [(at, at + len(content.strip()))])
-
-
-def _reasoning_in(template, tools, messages, text, start):
-    "[(first, last)] characters of what a turn, from `start`, thinks, with the tags around it."
-    thought = messages[-1]["reasoning_content"].strip()
-    place = text.find(thought, start)
-    if place < 0:
-        return []
-    end = place + len(thought)
-    closing = _closing(template, tools, messages, thought, start)
-    end += common_prefix(text[end:], closing)
-    return [(start, len(text) - len(text[end:].lstrip()))]
-
-
-def _closing(template, tools, messages, thought, start):
-    "What follows reasoning because of it, before an answer."
-    answer = "It is."
-    turn = {"role": "assistant", "content": answer}
-    thinks = turn | {k: v for k, v in messages[-1].items() if k in THOUGHT}
-    try:
-        before = len(template(messages[:-1], tools)[0])
-        texts = (template([*messages[:-1], t], tools)[0][before:] for t in (thinks, turn))
-        with_thought, without = (text.rpartition(answer)[0] for text in texts)
-    except BadRow:
-        return ""
-    opening, found, between = with_thought.partition(thought)
-    if not found or without.startswith(opening):  # an empty block is written without reasoning
-        return between
-    header = min(start - before, common_prefix(opening, without))  # it begins both
-    ours, theirs = template.tokens([between, without[header:]])
-    same = common_prefix(ours.ids[::-1], theirs.ids[::-1])
-    return between[: ours.offsets[-same][0]] if same else between
-
-
 def _ready_mask(ids, mask, trained, template):
     "The mask of a row that is tokenised already, without what is not to be trained."
     if all(trained):
@@ -254,14 +137,6 @@ class Rows(list):
     omitted: dict[str, int] = {}  # what -> the first such message
 
 
-class _Rendered(NamedTuple):
-    "A conversation as text."
-
-    parts: list  # (text, trained characters) of each row
-    partial: bool  # later turns were left out
-    omitted: dict[str, int]  # as of `Rows`
-
-
 def encode_batch(
     conversations: list,  # conversations in any format, or rows with input_ids and loss_mask
     template: ChatTemplate,  # renders and tokenises
@@ -272,64 +147,49 @@ def encode_batch(
 ) -> list[Rows | Exception]:  # (input_ids int32 [n], loss_mask bool [n]) per row, or the error
     """Token ids and loss masks, tokenised together. The error of a bad conversation is in its
     place."""
-    out: list[Any] = [_render(row, template, rows, first, vocab_size, trained) for row in conversations]
-    texts = [text for made in out if isinstance(made, _Rendered) for text, _ in made.parts]
-    encodings = iter(_tokens(template, texts, first))
-    for i, made in enumerate(out):
-        if isinstance(made, _Rendered):
-            out[i] = _masked(made, [*islice(encodings, len(made.parts))], template, first, vocab_size)
-    return out
-
-
-def _render(row, template, rows, first, vocab_size, trained):
-    "A conversation as text; a row that is tokenised already, as `Rows`; or the error."
-    try:
-        if isinstance(row, dict) and row.get("input_ids") is not None:
-            ids, mask = ready_row(row, vocab_size)
-            return Rows([(ids, _ready_mask(ids, mask, trained, template))])
-        messages = normalize(row)
-        places = [f"message {i}" for i, message in enumerate(messages) if isinstance(message["content"], list)]
-        if places or pictures_beside(row):
-            reason = "holds more than text: prepare it with the processor of a vision-language verifier"
-            raise BadRow(reason, places[0] if places else "")
-        tools = tools_of(row)
-        spans = partial(trained.spans, template, tools)
-        turns = turns_of(messages, template, tools, first, spans)
-        parts = merge_turns(turns, rows)
-        if not parts:
-            raise BadRow("no assistant message that answers another")
-        for text, _ in parts:
-            check_text(text)
-        return _Rendered(parts, turns.partial, turns.omitted)
-    except Exception as e:  # a template may raise anything
-        return e
-
-
-def _tokens(template, texts, first):
-    "An Encoding for each text, or the error."
-    try:
-        return template.tokens(texts, first)
-    except Exception as e:  # a tokenizer may raise anything; for which text did it?
-        if len(texts) == 1:
-            return [e]
-    return [_tokens(template, [text], first)[0] for text in texts]
-
-
-def _masked(rendered, encodings, template, first, vocab_size):
-    "The rows of a conversation, or the error."
-    out = Rows()
-    out.partial, out.omitted = rendered.partial, rendered.omitted
-    for (text, spans), encoding in zip(rendered.parts, encodings):
-        if isinstance(encoding, Exception):
-            return encoding
-        most = first if first and len(text) > reach(first) else None
-        out.partial |= most is not None
-        ids, mask = np.array(encoding.ids, np.int32)[:most], token_mask(template, encoding, spans, text)[:most]
+    out: list[Any] = []
+    for row in conversations:
         try:
-            check_ids(ids, vocab_size)
-        except BadRow as e:
-            return e
-        out.append((ids, mask))
+            conversation = read_conversation(row, vocab_size)
+            if conversation.input_ids is not None:
+                ids, mask = conversation.input_ids, conversation.loss_mask
+                out.append(Rows([(ids, _ready_mask(ids, mask, trained, template))]))
+                continue
+            if conversation.pictured:
+                reason = "holds more than text: prepare it with the processor of a vision-language verifier"
+                raise BadRow(reason, conversation.pictured[0])
+            messages, tools = conversation.messages, conversation.tools
+            turns = in_a_spelling(messages, lambda m: turns_of(m, template, tools, first, trained))
+            turns = merge_turns(turns, rows)
+            if not turns:
+                raise BadRow("no assistant message that answers another")
+            for text, _ in turns:
+                check_text(text)
+            out.append(turns)
+        except Exception as e:  # a template may raise anything
+            out.append(e)
+    texts = [text for made in out if isinstance(made, Turns) for text, _ in made]
+    try:
+        encodings = iter(template.tokens(texts, first))
+    except Exception as e:  # a tokenizer may raise anything; for which conversation did it?
+        if len(conversations) == 1:
+            return [e]
+        return [encode_batch([row], template, rows, first, vocab_size, trained)[0] for row in conversations]
+    for i, turns in enumerate(out):
+        if not isinstance(turns, Turns):  # tokenised already, or an error
+            continue
+        out[i] = made = Rows()
+        made.partial, made.omitted = turns.partial, turns.omitted
+        for (text, spans), encoding in zip(turns, [*islice(encodings, len(turns))]):
+            most = first if first and len(text) > reach(first) else None
+            made.partial |= most is not None
+            ids, mask = np.array(encoding.ids, np.int32)[:most], token_mask(template, encoding, spans, text)[:most]
+            try:
+                check_ids(ids, vocab_size)
+            except BadRow as e:
+                out[i] = e
+                break
+            made.append((ids, mask))
     return out
 
 
@@ -414,28 +274,27 @@ def arrow_columns(rows: list[tuple]) -> list[pa.Array]:
 LARGEST = 1 << 24  # tokens, of any vocabulary
 
 
-def count_trained(tables: Iterable[pa.Table]) -> dict[int, int]:
-    """Token id -> number of trained occurrences in tables with input_ids and loss_mask, in ascending ids; absent: none.
-    ValueError: an id is no token's."""
-    counts = np.zeros(0, np.int64)
-    for table in tables:
-        lists = (table["loss_mask"], table["input_ids"])
-        mask, ids = (pc.call_function("list_flatten", [x]).to_numpy() for x in lists)
-        ids = ids[mask.astype(bool)]
-        if len(ids) and not 0 <= ids.min() <= ids.max() < LARGEST:
-            raise ValueError(
-                f"input_ids go from {ids.min()} to {ids.max()}, expected token ids from 0 on. Prepare the data again."
-            )
-        new = np.bincount(ids, minlength=len(counts))
-        new[: len(counts)] += counts
-        counts = new
-    return {int(i): int(counts[i]) for i in counts.nonzero()[0]}
+def add_trained(counts: np.ndarray, table: pa.Table) -> np.ndarray:
+    """Trained occurrences of token ids 0, 1, … [n], with those in a table with input_ids and loss_mask added; longer if
+    it has larger ids. ValueError: an id is no token's."""
+    mask, ids = (pc.call_function("list_flatten", [table[x]]).to_numpy() for x in ("loss_mask", "input_ids"))
+    ids = ids[mask.astype(bool)]
+    if len(ids) and not 0 <= ids.min() <= ids.max() < LARGEST:
+        raise ValueError(
+            f"input_ids go from {ids.min()} to {ids.max()}, expected token ids from 0 on. Prepare the data again."
+        )
+    more = np.bincount(ids, minlength=len(counts))
+    more[: len(counts)] += counts
+    return more
 
 
 def token_frequencies(dataset: Dataset) -> dict[int, int]:
-    "Count the trained tokens of a table with input_ids and loss_mask, as `count_trained`."
+    "Token id -> trained occurrences in a table, as of `add_trained`, in ascending ids; absent: none."
+    counts = np.zeros(0, np.int64)
     tables: Any = dataset.select_columns(["input_ids", "loss_mask"]).with_format("arrow")
-    return count_trained(tables.iter(1000))
+    for table in tables.iter(1000):
+        counts = add_trained(counts, table)
+    return {int(i): int(counts[i]) for i in counts.nonzero()[0]}
 
 
 def save_prepared(dataset: Dataset, folder) -> None:

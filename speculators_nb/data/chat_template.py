@@ -1,4 +1,4 @@
-"""Rendering conversations with a chat template, and finding what the assistant wrote.
+"""Rendering conversations with a chat template, and finding what the assistant wrote and what of it is trained.
 The assistant's characters are found with and without generation marks."""
 
 import contextlib
@@ -8,12 +8,15 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import transformers
 from tokenizers import Tokenizer, processors
+from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from .messages import BadRow, spellings
+from .messages import THOUGHT, BadRow, Misread
 
 
 Spans = list[tuple[int, int]]  # (first character, the one after the last) of parts of a text
@@ -81,6 +84,35 @@ def tokenizer_errors(verifier):
         raise ValueError(f"{verifier}: its tokenizer cannot be read: {type(e).__name__}: {why}") from e
 
 
+def load_processor(path: str | Path, trust_remote_code: bool = False):
+    """What turns conversations into the inputs of a verifier (folder or hub id): its processor if it takes pictures,
+    else its tokenizer. Videos need torchvision, pictures do not."""
+    with tokenizer_errors(path):
+        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        if getattr(config, "vision_config", None) is None:
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        try:
+            return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        except ImportError:
+            auto = transformers.models.auto.processing_auto  # every release has the names there
+            names = auto.PROCESSOR_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
+            kind = getattr(transformers, names.get(config.model_type) or "", None)
+            if kind is None:
+                raise
+            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+            pictures = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+            return without_video(kind)(pictures, tokenizer, None, chat_template=tokenizer.chat_template)
+
+
+def without_video(kind: type) -> type:
+    "A processor class of transformers that is content without a video processor."
+
+    def check(self, name, part):
+        return None if part is None else kind.check_argument_for_proper_class(self, name, part)
+
+    return type(kind.__name__, (kind,), {"check_argument_for_proper_class": check, "__module__": kind.__module__})
+
+
 def check_template(tokenizer) -> None:
     "ValueError where the template leaves out the user's message: every question would be the same text."
     probe = "Is this read?"
@@ -98,22 +130,6 @@ def check_template(tokenizer) -> None:
 
 
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
-
-
-def _untrimmed(backend):
-    "A tokenizer whose offsets contain the spaces of its tokens: the same, or a copy."
-    if backend is None or backend.post_processor is None:
-        return backend
-    state = backend.post_processor.__getstate__().replace(b" ", b"")
-    if b'"trim_offsets":true' not in state:
-        return backend
-    copy = Tokenizer.from_str(backend.to_str())
-    copy.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
-    return copy
-
-
-class Misread(BadRow):
-    "A chat template cannot read a conversation as it is spelled."
 
 
 @contextlib.contextmanager
@@ -150,7 +166,12 @@ class ChatTemplate:
         self.kwargs = kwargs
         self.multimodal = self.owner is not self.tokenizer
         self.name = self.tokenizer.name_or_path
-        self.backend: Any = _untrimmed(getattr(self.tokenizer, "backend_tokenizer", None))
+        self.backend: Any = getattr(self.tokenizer, "backend_tokenizer", None)
+        after = getattr(self.backend, "post_processor", None)
+        if after is not None and b'"trim_offsets":true' in after.__getstate__().replace(b" ", b""):
+            # a copy, whose offsets contain the spaces of its tokens
+            self.backend = Tokenizer.from_str(self.backend.to_str())
+            self.backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
         self.special = dict(self.tokenizer.special_tokens_map)
         self.control = ControlTokens(self.tokenizer)
         check_template(self.tokenizer)
@@ -284,6 +305,140 @@ def fingerprint_template(template: ChatTemplate) -> str:
     return h.hexdigest()[:16]
 
 
+# (opening, closing) tags of reasoning; only what is on its own may begin in the prompt
+_TAGS = [(f"<{n}>", f"</{n}>") for n in ("think", "thinking", "thought", "reasoning")]
+_TAGS += [("[THINK]", "[/THINK]"), ("<|begin_of_thought|>", "<|end_of_thought|>")]
+_TAGS += [("<|channel>thought", "<channel|>"), ("<|START_THINKING|>", "<|END_THINKING|>")]
+_REASONING = [rf"{re.escape(a)}.*?(?:{re.escape(b)}\s*|\Z)" for a, b in _TAGS]
+_REASONING += [r"<\|channel\|>analysis<\|message\|>.*?(?:<\|end\|>(?:<\|start\|>assistant)?|\Z)"]
+_CALLS = [
+    r"\s*<tool_call>.*?(?:</tool_call>|\Z)",
+    r"\[TOOL_CALLS\][^<]*",
+    r"<\|python_tag\|>.*?(?=<\||\Z)",
+    r"<\|channel\|>commentary to=.*?(?:<\|call\|>|\Z)",
+    r"<\|tool_calls_section_begin\|>.*?(?:<\|tool_calls_section_end\|>|\Z)",
+    "<\uff5ctool\u2581calls\u2581begin\uff5c>.*?(?:<\uff5ctool\u2581calls\u2581end\uff5c>|\\Z)",
+    r"<\|START_ACTION\|>.*?(?:<\|END_ACTION\|>|\Z)",
+    r"<\|tool_call>.*?(?:<tool_call\|>|\Z)",
+    r"<\|tool_call_start\|>.*?(?:<\|tool_call_end\|>|\Z)",
+]
+_REASONING, _CALLS = (re.compile("|".join(p), re.S) for p in (_REASONING, _CALLS))
+
+
+def _marked(text, pattern, opened=()):
+    "(first, last) characters of what a pattern finds, and of a tag that the prompt opened."
+    found = [m.span() for m in pattern.finditer(text)]
+    for begin, end in opened:
+        place = text.find(end)
+        if place >= 0 and not 0 <= text.find(begin) < place:
+            rest = text[place + len(end) :]
+            found.append((0, len(text) - len(rest.lstrip())))
+    return found
+
+
+def _without(spans, left_out):
+    "Spans of characters without others."
+    for a, b in left_out:
+        parts = ([(s, min(e, a)), (max(s, b), e)] for s, e in spans)
+        spans = [(s, e) for pair in parts for s, e in pair if s < e]
+    return spans
+
+
+class Trained(NamedTuple):
+    "What of the assistant's turns is trained, besides the text of answers."
+
+    reasoning: bool = True  # what it thought
+    tool_calls: bool = True  # calls of tools
+
+    def spans(
+        self, template: ChatTemplate, tools: list[dict] | None, messages: list[dict], text: str, spans: Spans
+    ) -> Spans:
+        """Trained characters of a turn, the last of the messages, of its characters `spans` in the rendered text.
+        BadRow: it says nothing."""
+        turn = messages[-1]
+        calls = turn.get("tool_calls")
+        if turn.get("content") == "" and not calls and not turn.get("reasoning_content"):
+            raise BadRow("an answer is empty", f"message {len(messages) - 1} (assistant)")
+        if turn.get("weight") == 0 or not spans:
+            return []
+        if all(self):
+            return spans
+        left_out = []
+        if calls and not self.tool_calls:
+            left_out += _calls_in(template, tools, messages, text, spans[0][0])
+        if not self.reasoning and turn.get("reasoning_content"):
+            left_out += _reasoning_in(template, tools, messages, text, spans[0][0])
+        return self.tagged(text, _without(spans, left_out))
+
+    def tagged(self, text: str, spans: Spans) -> Spans:
+        "What is trained of the assistant's characters in the text of a whole row, by the tags in it."
+        left_out = []
+        for a, b in spans:
+            part = text[a:b]
+            found = [] if self.tool_calls else _marked(part, _CALLS)
+            if not self.reasoning:
+                found += _marked(part, _REASONING, _TAGS)
+            left_out += [(a + s, a + e) for s, e in found]
+        return _without(spans, left_out)
+
+
+ALL = Trained()
+
+
+def _calls_in(template, tools, messages, text, start):
+    "[(first, last)] characters of what a turn, from `start`, says because of its calls."
+    content = messages[-1].get("content") or ""
+    turn = {k: v for k, v in messages[-1].items() if k != "tool_calls"}
+    try:
+        bare = template([*messages[:-1], turn | {"content": content}], tools)[0][start:]
+    except BadRow:  # such a turn cannot do without its calls
+        return [(start, len(text))]
+    end = len(text) - common_prefix(text[start:][::-1], bare[::-1])
+    first = start + common_prefix(text[start:], bare)
+    more = len(text) - start - len(bare)
+    if more > 0 and end - first <= more:  # they are put in between, at `first` or before it
+        (tokens,) = template.tokens([text])
+        begins = {a for a, _ in tokens.offsets} | {len(text)}
+        places = range(first, end - more - 1, -1)
+        whole = (i for i in places if i in begins and i + more in begins)
+        place = next(whole, first)
+        return [(place, place + more)]
+    at = text.find(content.strip(), start) if content.strip() else end
+    return _without([(first, end)], [(at, at + len(content.strip()))])
+
+
+def _reasoning_in(template, tools, messages, text, start):
+    "[(first, last)] characters of what a turn, from `start`, thinks, with the tags around it."
+    thought = messages[-1]["reasoning_content"].strip()
+    place = text.find(thought, start)
+    if place < 0:
+        return []
+    end = place + len(thought)
+    closing = _closing(template, tools, messages, thought, start)
+    end += common_prefix(text[end:], closing)
+    return [(start, len(text) - len(text[end:].lstrip()))]
+
+
+def _closing(template, tools, messages, thought, start):
+    "What follows reasoning because of it, before an answer."
+    answer = "It is."
+    turn = {"role": "assistant", "content": answer}
+    thinks = turn | {k: v for k, v in messages[-1].items() if k in THOUGHT}
+    try:
+        before = len(template(messages[:-1], tools)[0])
+        texts = (template([*messages[:-1], t], tools)[0][before:] for t in (thinks, turn))
+        with_thought, without = (text.rpartition(answer)[0] for text in texts)
+    except BadRow:
+        return ""
+    opening, found, between = with_thought.partition(thought)
+    if not found or without.startswith(opening):  # an empty block is written without reasoning
+        return between
+    header = min(start - before, common_prefix(opening, without))  # it begins both
+    ours, theirs = template.tokens([between, without[header:]])
+    same = common_prefix(ours.ids[::-1], theirs.ids[::-1])
+    return between[: ours.offsets[-same][0]] if same else between
+
+
 WORK = 1 << 27  # characters that are rendered for one conversation at most
 
 
@@ -301,35 +456,18 @@ def turns_of(
     template: ChatTemplate,
     tools: list[dict] | None = None,
     first: int | None = None,
-    trained=None,
+    trained: Trained | None = None,
 ) -> Turns:
     """Render the context and the text of each assistant turn, of messages of `normalize` and tools of `tools_of`: (text
-    through the turn, trained characters); with `first`, but for turns after so many tokens. `trained`: (messages
-    through a turn, text, its spans) -> spans; None: all that it says. ValueError if no border is certain; BadRow: too
-    many turns, or no spelling of the calls of tools is read."""
-    return in_a_spelling(messages, lambda m: _turns_of(m, template, tools, first, trained))
-
-
-def in_a_spelling(messages: list[dict], attempt: Callable[[list[dict]], Any]) -> Any:
-    """What the first attempt gives that succeeds, with the calls of tools in messages of `normalize` spelled in one way
-    after another: it raises Misread for a spelling that is not read. Misread: the template reads none."""
-    errors = []
-    for spelled in spellings(messages):
-        try:
-            return attempt(spelled)
-        except Misread as e:
-            errors.append(e)
-    raise max(errors, key=lambda e: bool(e.at))  # what is left out says more
-
-
-def _turns_of(messages, template, tools, first, trained):
-    "Turns of a conversation in one spelling. Misread: the template reads another."
+    through the turn, trained characters); with `first`, but for turns after so many tokens. `trained`: what of the
+    answers; None: all that they say. ValueError if no border is certain; BadRow: too many turns; Misread: the template
+    reads calls of tools in another spelling (`in_a_spelling`)."""
     turns = Turns()
     turns.messages, turns.omitted = messages, {}
     answers = [j for j, m in enumerate(messages) if m["role"] == "assistant"]
     seen = 0  # messages that were looked for in a text
     rendered = 0  # characters of work
-    looked = first and reach(first)  # characters of the messages up to which later turns may be needed
+    looked = reach(first) if first else 0  # characters of the messages up to which later turns may be needed
     for k, j in enumerate(answers):
         if not j:  # an answer to nobody
             turns.omitted["an answer before the first question, which is not trained"] = 0
@@ -354,8 +492,9 @@ def _turns_of(messages, template, tools, first, trained):
             with contextlib.suppress(BadRow):  # else the marks are all that is known
                 start = _border(messages, j, template, tools, full)
                 spans = [(max(a, start), b) for a, b in spans if b > start]
-        check_calls(lambda m: template(m, tools)[0], read, full, spans)
-        turns.append((full, trained(read, full, spans) if trained else spans))
+        if messages[j].get("tool_calls"):
+            check_calls(lambda m: template(m, tools)[0], read, full, spans)
+        turns.append((full, trained.spans(template, tools, read, full, spans) if trained else spans))
         if not first or j == answers[-1]:
             continue
         kept = "\n".join(_parts_of(m)[1] for m in read)  # in the history of every later turn: not the reasoning
@@ -483,15 +622,18 @@ def _written_for_null(render, messages, text):
 ROWS = ("conversation", "turn")
 
 
-def merge_turns(turns: list[tuple], rows: str = "conversation") -> list[tuple[str, Spans]]:
+def merge_turns(turns: Turns, rows: str = "conversation") -> Turns:
     """(text, trained characters) of rows, one for as many turns of `turns_of` as continue each other: every token is
     computed once, and every answer follows the context that the verifier had. rows="turn": a row per assistant turn,
     only that turn trained."""
     if rows not in ROWS:
         raise ValueError(f"rows={rows!r}: choose 'conversation' or 'turn'")
-    out = []
+    if rows == "turn":
+        return turns
+    out = Turns()
+    out.partial, out.messages, out.omitted = turns.partial, turns.messages, turns.omitted
     for text, spans in turns:
-        if rows == "conversation" and out and text.startswith(out[-1][0]):
+        if out and text.startswith(out[-1][0]):
             out[-1] = (text, out[-1][1] + spans)
         else:
             out.append((text, spans))

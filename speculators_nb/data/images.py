@@ -19,16 +19,14 @@ from urllib.parse import unquote, urlsplit
 import httpx
 import numpy as np
 import torch
-import transformers
 from datasets import Dataset
 from PIL import Image, UnidentifiedImageError
-from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 
 from ..core.files import atomic_write
 from ..core.http_client import proxy_for, read_reply, time_left, time_limit
-from .chat_encoding import ALL, Rows, Trained, check_ids, token_mask
-from .chat_template import ChatTemplate, merge_turns, tokenizer_errors, turns_of
-from .messages import check_text, normalize, pictures_beside, tools_of
+from .chat_encoding import Rows, check_ids, read_conversation, token_mask
+from .chat_template import ALL, ChatTemplate, Trained, load_processor, merge_turns, turns_of
+from .messages import Conversation, check_text, in_a_spelling, tools_of
 from .prepared_folder import config_of
 
 NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
@@ -141,35 +139,6 @@ def fetch_picture(address: str) -> bytes:
         raise ValueError(f"{where}: {why}. Save the picture beside the data") from None
 
 
-def load_processor(path: str | Path, trust_remote_code: bool = False):
-    """What turns conversations into the inputs of a verifier (folder or hub id): its processor if it takes pictures,
-    else its tokenizer. Videos need torchvision, pictures do not."""
-    with tokenizer_errors(path):
-        config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        if getattr(config, "vision_config", None) is None:
-            return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-        try:
-            return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
-        except ImportError:
-            auto = transformers.models.auto.processing_auto  # every release has the names there
-            names = auto.PROCESSOR_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
-            kind = getattr(transformers, names.get(config.model_type) or "", None)
-            if kind is None:
-                raise
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-            pictures = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
-            return without_video(kind)(pictures, tokenizer, None, chat_template=tokenizer.chat_template)
-
-
-def without_video(kind: type) -> type:
-    "A processor class of transformers that is content without a video processor."
-
-    def check(self, name, part):
-        return None if part is None else kind.check_argument_for_proper_class(self, name, part)
-
-    return type(kind.__name__, (kind,), {"check_argument_for_proper_class": check, "__module__": kind.__module__})
-
-
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 PIXELS: int = Image.MAX_IMAGE_PIXELS or 89_478_485  # 270 MB as RGB
 
@@ -272,14 +241,16 @@ def _local(source, at, folder):
 
 
 def resolve_images(
-    row: dict,  # a conversation in any format
+    row: dict | Conversation,  # a conversation in any format
     folder: str | Path = ".",  # pictures' paths start here, and may not leave it
     store: str | Path | None = None,  # folder for pictures given as bytes; None: refuse them
     allow_urls: bool = False,  # fetch http(s) addresses into `store`
 ) -> list[dict]:  # messages; pictures: {"type": "image_url", "image_url": {"url": "file:///…"}}
     """Normalise messages, and find every picture. ValueError: a path that leads out, an address
     that is not allowed, a kind of part that is not known."""
-    beside = pictures_beside(row)
+    conversation = read_conversation(row)
+    columns = conversation.images or ()
+    beside = [*columns] if isinstance(columns, (list, tuple)) else [columns]
 
     def resolved(part, at):
         "One part of a message."
@@ -297,7 +268,7 @@ def resolve_images(
         path = _stored(source, at, store) if isinstance(source, bytes) else _local(source, at, Path(folder))
         return {"type": "image_url", "image_url": {"url": path.absolute().as_uri()}}
 
-    messages = copy.deepcopy(normalize(row))
+    messages = copy.deepcopy(conversation.messages)
     for i, message in enumerate(messages):
         content = message["content"]
         if isinstance(content, str) and beside and message["role"] == "user":
@@ -327,16 +298,6 @@ def _parts(messages) -> list:
     "The parts of all messages whose content is a list."
     contents = [m.get("content") for m in messages if isinstance(m, dict)]
     return [part for content in contents if isinstance(content, list) for part in content]
-
-
-def has_pictures(row: dict) -> bool:
-    "Whether a conversation holds more than text, so that `resolve_images` has something to do."
-    if not isinstance(row, dict) or row.get("input_ids") is not None:
-        return False
-    if pictures_beside(row):
-        return True
-    parts = _parts(row.get("messages") or row.get("conversations") or [])
-    return any(isinstance(part, dict) and part.get("type") != "text" for part in parts)
 
 
 def pictures_of(messages: list[dict]) -> list[Image.Image]:
@@ -397,8 +358,7 @@ def encode_images(
 ) -> Rows:  # (input_ids int32 [n], loss_mask bool [n], messages of the row, tools) per row
     """`chat_encoding.encode_batch` for one conversation with pictures. A row of `first` tokens
     or more has no pictures and an empty mask."""
-    spans = functools.partial(trained.spans, template, tools)
-    turns = turns_of(for_template(messages), template, tools, trained=spans)
+    turns = in_a_spelling(for_template(messages), lambda m: turns_of(m, template, tools, trained=trained))
     ends = [j + 1 for j, m in enumerate(messages) if m["role"] == "assistant"]
     ends = ends[len(ends) - len(turns) :]  # an answer to nobody is no turn
     end_of = {text: end for (text, _), end in zip(turns, ends)}

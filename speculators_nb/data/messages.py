@@ -1,12 +1,14 @@
 """Chat messages in one form, from OpenAI, ShareGPT and table dialects.
-Roles, contents, tool calls, reasoning and tools are checked; what cannot be read is refused by name."""
+Roles, contents, tool calls, reasoning and tools are checked; what cannot be read is refused by name. A conversation
+has a hash, whatever its spelling."""
 
+import hashlib
 import itertools
 import json
 import re
 import reprlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 _REPR = reprlib.Repr()
 _REPR.maxstring = _REPR.maxother = 60
@@ -30,6 +32,24 @@ class BadRow(ValueError):
     def __str__(self):
         text = f"{self.at}: {self.reason}" if self.at else self.reason
         return f"{text} ({self.detail})" if self.detail else text
+
+
+class Conversation(NamedTuple):
+    "What is used of a conversation, in one form: messages, or the tokens of one that is tokenised already."
+
+    messages: list[dict] = []  # as from `normalize`
+    tools: list[dict] | None = None  # as from `tools_of`
+    images: Any = None  # pictures that a column holds: one, or those for the places in the messages in their order
+    input_ids: Any = None  # [n] token ids
+    loss_mask: Any = None  # [n]
+    domain: str | None = None  # that it names
+    primary_id: str | None = None  # of the conversation that it is a part of, if it is
+
+    @property
+    def pictured(self) -> list[str]:
+        'Where it holds more than text: "message 3", or "" for a column.'
+        places = [f"message {i}" for i, m in enumerate(self.messages) if isinstance(m["content"], list)]
+        return places or [""] * bool(self.images)
 
 
 REASONS = 50  # that are counted separately
@@ -78,15 +98,13 @@ CONVERSATIONS = ("messages", "conversations", "conversation", "dialog", "dialogu
 
 # columns of data sets of questions; a question without an answer is a prompt
 QUESTIONS = ("question", "instruction", "prompt", "query", "problem", "inputs", "input")
-ANSWERS = ("solution", "generated_solution", "answer", "output", "response", "completion")
-ANSWERS += ("targets",)
+ANSWERS = ("solution", "generated_solution", "answer", "output", "response", "completion", "targets")
 
 
 def question_and_answer(row: dict) -> list:
     """The messages, as they are written, of a row with columns of `QUESTIONS` and perhaps `ANSWERS`; a list in one is
     of messages. Empty: there is no question."""
-    column = _first_name(row, *QUESTIONS)
-    answered = _first_name(row, *ANSWERS)
+    column, answered = (next((k for k in names if row.get(k) is not None), None) for names in (QUESTIONS, ANSWERS))
     question = row.get(column)
     if column == "instruction" and isinstance(question, str):
         context = _first(row, "input", "context")
@@ -94,15 +112,10 @@ def question_and_answer(row: dict) -> list:
             question = f"{question}\n\n{context}"
     messages = _as_messages("user", question, column)
     answers = _as_messages("assistant", row.get(answered), answered)
-    if answers and (thought := _thought_column(row)):
+    thought = _first(row, *THOUGHT)  # before the answer; some tables have a switch of that name
+    if answers and isinstance(thought, str) and thought not in ("", "on", "off"):
         answers = [{"reasoning_content": thought} | answers[0], *answers[1:]]
     return messages + answers if messages else []
-
-
-def _thought_column(row):
-    "What was thought before the answer; some tables have a switch, on or off, of that name."
-    thought = _first(row, *THOUGHT)
-    return thought if isinstance(thought, str) and thought not in ("on", "off") else None
 
 
 def _as_messages(role, content, column):
@@ -221,14 +234,9 @@ def _not_text(name, value, at):
     return BadRow(f"{name} is a {type(value).__name__}, expected text", at, brief(value))
 
 
-def _first_name(m, *names):
-    "The first of these fields that is there. (Tables fill in None where a row lacks a field.)"
-    return next((k for k in names if m.get(k) is not None), None)
-
-
 def _first(m, *names):
-    "The value of the first of these fields that is there."
-    return m.get(_first_name(m, *names))
+    "The value of the first of these fields that is there. (Tables fill in None where a row lacks a field.)"
+    return next((m[k] for k in names if m.get(k) is not None), None)
 
 
 def _text(content, at, role):
@@ -281,15 +289,9 @@ def tools_of(row) -> list[dict] | None:
     return tools or None
 
 
-def pictures_beside(row) -> list:
-    "Pictures of a conversation that columns hold, in the order of their places in its messages."
-    beside = (row.get("images") or row.get("image")) if isinstance(row, dict) else None
-    return [*beside] if isinstance(beside, (list, tuple)) else [beside] if beside else []
-
-
 def messages_alone(row) -> list[dict]:
     "`normalize`, for those who read nothing but messages. BadRow: the conversation has pictures beside them."
-    if pictures_beside(row):
+    if isinstance(row, dict) and (row.get("images") or row.get("image")):
         raise BadRow(
             "its pictures are in a column, which is not read here; put them into the messages, as parts of type "
             "image_url"
@@ -318,20 +320,68 @@ def as_json(value, what: str, at: str = "") -> list | dict | None:
     return value or None
 
 
+def content_hash(row: dict | list | Conversation) -> str:
+    """32 hex digits of a conversation in any spelling: of its roles, contents, tools and their calls, reasoning,
+    images; or of the token ids and the mask. Ids and metadata do not count."""
+    read = row if isinstance(row, Conversation) else None
+    columns: Any = read._asdict() if read else row if isinstance(row, dict) else {"messages": row}
+    if columns.get("input_ids") is not None:
+        mask = columns.get("loss_mask")
+        content = [list(map(int, column)) for column in (columns["input_ids"], [] if mask is None else mask)]
+    else:
+        try:
+            messages, tools = (read.messages, read.tools) if read else (normalize(columns), tools_of(columns))
+        except BadRow:  # as it is written
+            turns, tools = columns.get("messages") or columns.get("conversations") or [], columns.get("tools") or None
+        else:
+            turns = [{k: v for k, v in m.items() if v is not None and k != "thinking"} for m in messages]
+            for turn in turns:
+                if isinstance(turn.get("content"), list):  # pictures; tables fill in None
+                    parts = [{"type": "text", "text": p} if isinstance(p, str) else p for p in turn["content"]]
+                    turn["content"] = [{k: v for k, v in part.items() if v is not None} for part in parts]
+        content = [turns, tools, columns.get("images") or columns.get("image") or None]
+    text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=_raw)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def _raw(value):
+    "What JSON does not know (bytes, an image): its bytes, hashed."
+    if hasattr(value, "tobytes"):
+        value = value.tobytes()
+    data = value if isinstance(value, bytes) else str(value).encode()
+    return hashlib.sha256(data).hexdigest()
+
+
+def identity(row: dict) -> str:
+    "The name under which a job resumes a conversation: its id or uuid, else the hash of its content."
+    names = (row.get(k) for k in ("id", "uuid"))
+    name = next((str(n) for n in names if n not in (None, "") and n == n), None)
+    return name or content_hash(row)
+
+
 EMPTY = ({"content": ""}, {"content": None}, {})  # of a turn that only calls tools
 
 
-def spellings(messages: list[dict]) -> Iterator[list[dict]]:
-    """The same conversation, as from `normalize`, with its calls of tools spelled in every way that templates read; as
-    it is written comes first."""
-    tried = []
+class Misread(BadRow):
+    "A chat template cannot read a conversation as it is spelled."
+
+
+def in_a_spelling(messages: list[dict], attempt: Callable[[list[dict]], Any]) -> Any:
+    """What the first attempt gives that succeeds, with the calls of tools in messages of `normalize` spelled in one way
+    after another, of all that templates read; as they are written comes first. It raises Misread for a spelling that is
+    not read. Misread: the template reads none."""
+    tried, errors = [], []
     called = any(m.get("tool_calls") for m in messages)
-    for empty in (None, *EMPTY) if called else (None,):
-        for arguments in (None, _as_object, _as_text) if called else (None,):
-            spelled = [_spelled(m, empty, arguments) for m in messages]
-            if spelled not in tried:
-                tried.append(spelled)
-                yield spelled
+    for empty, arguments in itertools.product((None, *EMPTY), (None, _as_object, _as_text)):
+        spelled = [_spelled(m, empty, arguments) for m in messages] if called else messages
+        if spelled in tried:
+            continue
+        tried.append(spelled)
+        try:
+            return attempt(spelled)
+        except Misread as e:
+            errors.append(e)
+    raise max(errors, key=lambda e: bool(e.at))  # what is left out says more
 
 
 def as_served(messages: list[dict]) -> list[dict]:

@@ -124,7 +124,9 @@ def _check_columns(folder, rows):
     table = rows.data.table
     for name, expected in (("input_ids", "integers"), ("loss_mask", "booleans or integers")):
         column = table.column(name)
-        if not _is_list_of_numbers(column.type, boolean=name == "loss_mask") or column.null_count:
+        kind = getattr(column.type, "value_type", pa.null())  # of a list
+        numbers = pa.types.is_integer(kind) or (name == "loss_mask" and pa.types.is_boolean(kind))
+        if not numbers or column.null_count:
             raise ValueError(
                 f"{folder}: column {name} holds {column.type}, or nothing in some rows; "
                 f"expected lists of {expected}. Prepare the data again."
@@ -142,14 +144,6 @@ def _check_columns(folder, rows):
                 f"{folder}: row {row} has {lengths[row]} tokens in input_ids, "
                 f"{values[row]} by {name}. Prepare the data again."
             )
-
-
-def _is_list_of_numbers(kind, boolean):
-    "Whether an Arrow type is a list of integers; `boolean`: of booleans will do as well."
-    value = getattr(kind, "value_type", None)
-    if value is None:
-        return False
-    return pa.types.is_integer(value) or (boolean and pa.types.is_boolean(value))
 
 
 def _count(n, unit):

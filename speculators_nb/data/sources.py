@@ -1,14 +1,11 @@
 """Reading conversations: JSONL, JSON and Parquet files, folders, Arrow tables, the hub, memory; streaming, with
-bounded memory. A bad line is counted, a wrong file is an error; a conversation has its place, and a hash."""
+bounded memory. A bad line is counted, a wrong file is an error; a conversation has its place."""
 
-import contextlib
 import gzip
-import hashlib
 import io
 import json
 import os
 import re
-import sqlite3
 import zlib
 from collections.abc import Iterable, Iterator, Sized
 from itertools import islice
@@ -16,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.files import read_errors, read_object
-from .messages import BadRow, as_json, brief, messages_of, normalize, tools_of
+from .messages import BadRow, brief
 
 if TYPE_CHECKING:  # imported where a table is opened, not where a name is looked up
     from datasets import Dataset
@@ -31,27 +28,25 @@ PIECE = 1 << 20  # characters of a list that are read at once, or more
 TOO_LONG = f"longer than {LINE >> 20} MiB; split the conversation"
 
 
-class _Decoder(json.JSONDecoder):
-    "JSON in which an object has every key once."
+def _once(pairs):
+    "An object of JSON, in which every key is once."
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        seen = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise BadRow("a key is there twice, so one value would be lost", detail=brief(twice))
+    return value
 
-    def __init__(self):
-        self.twice = None  # a key that an object of the last value had twice
-        super().__init__(object_pairs_hook=self._object)
 
-    def _object(self, pairs):
-        out = dict(pairs)
-        if len(out) < len(pairs):
-            seen = set()
-            self.twice = next(k for k, _ in pairs if k in seen or seen.add(k))
-        return out
+STRICT, LOOSE = json.JSONDecoder(object_pairs_hook=_once), json.JSONDecoder()
 
-    def value(self, text, at=0):
-        "(value, where its text ends). A BadRow is given for a value that would lose something."
-        self.twice = None
-        value, end = self.raw_decode(text, at)
-        if self.twice is not None:
-            value = BadRow("a key is there twice, so one value would be lost", detail=brief(self.twice))
-        return value, end
+
+def _value(text, at=0):
+    "(value, where its text ends) of JSON; a BadRow in place of a value that would lose something."
+    try:
+        return STRICT.raw_decode(text, at)
+    except BadRow as e:
+        return e, LOOSE.raw_decode(text, at)[1]
 
 
 def as_row(value) -> dict | BadRow:
@@ -98,23 +93,15 @@ def read_lines(file) -> Iterator[tuple[bytes, bool]]:
             pass
 
 
-def _read_lines(file):
-    "(place, row or BadRow) of one conversation a line."
-    decoder = _Decoder()
-    for n, (raw, whole) in enumerate(read_lines(file), 1):
-        try:
-            text = raw.decode("utf-8-sig").strip() if whole else ""
-            if text or not whole:
-                yield f"line {n}", _parsed(decoder, text) if whole else BadRow(TOO_LONG)
-        except UnicodeDecodeError as e:
-            yield f"line {n}", BadRow("not UTF-8", detail=f"{e.reason} at byte {e.start}")
-        del raw  # before the next is read
-
-
-def _parsed(decoder, text):
-    "One conversation from one line, or a BadRow."
+def _parsed(raw):
+    "One conversation from the bytes of a line, or a BadRow; None: the line is empty."
     try:
-        value, end = decoder.value(text)
+        text = raw.decode("utf-8-sig").strip()
+        if not text:
+            return None
+        value, end = _value(text)
+    except UnicodeDecodeError as e:
+        return BadRow("not UTF-8", detail=f"{e.reason} at byte {e.start}")
     except json.JSONDecodeError as e:
         return BadRow("not JSON", detail=f"{e.msg}: column {e.colno}")
     except (ValueError, RecursionError) as e:
@@ -131,7 +118,7 @@ class _Text:
     "A text in UTF-8, read piece by piece."
 
     def __init__(self, path, file):
-        self.path, self.decoder = path, _Decoder()
+        self.path = path
         self.file = io.TextIOWrapper(file, "utf-8-sig", newline="")
         self.text, self.at = "", 0  # the text read so far, and how much of it was used
         self.line, self.start = 1, 0  # the line and the character at which `text` begins
@@ -162,7 +149,7 @@ class _Text:
         self.peek()
         while True:
             try:
-                value, end = self.decoder.value(self.text, self.at)
+                value, end = _value(self.text, self.at)
             except json.JSONDecodeError as e:
                 wrong = self.error(f"not JSON ({e.msg})", e.pos)
                 if len(self.text) - self.at > LINE:
@@ -184,12 +171,12 @@ class _Text:
         )
 
 
-def _read_json(path, file):
+def _read_json(text):
     "(place, row) of a list of conversations, or of one; returns whether the file holds lines instead."
-    text, n, messages, size = _Text(path, file), 0, None, 0
+    n, messages, size = 0, None, 0
     sign = text.peek()
     if not sign:
-        raise ValueError(f"{path}: is empty, expected one list of conversations")
+        raise ValueError(f"{text.path}: is empty, expected one list of conversations")
     if sign != "[":
         row = text.value() if sign == "{" else None
         if row is None or text.peek():
@@ -242,9 +229,11 @@ def _read_parquet(path):
         raise ValueError(f"{path}, after row {n}: damaged, or no Parquet file ({why}). Copy it again.") from None
 
 
-@contextlib.contextmanager
-def _open(path):
-    "A file of text, unpacked. ValueError: it begins like something else."
+def read_rows(path):
+    "(place, row or BadRow) of each conversation in one file. ValueError: it begins like something else."
+    if path.suffix == ".parquet":
+        yield from _read_parquet(path)
+        return
     with gzip.GzipFile(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
         raw = file.peek(64)
         if raw[:2] in (b"\xff\xfe", b"\xfe\xff"):
@@ -255,20 +244,17 @@ def _open(path):
             raise ValueError(f"{path}, line 1: begins with zero bytes, expected text. Copy the file again.")
         if raw[:2] == b"\x1f\x8b":
             raise ValueError(f"{path}: is compressed by gzip; give it a name that ends in .gz")
-        yield file
-
-
-def read_rows(path):
-    "(place, row or BadRow) of each conversation in one file."
-    if path.suffix == ".parquet":
-        yield from _read_parquet(path)
-        return
-    if path.name.endswith((".json", ".json.gz")):
-        with _open(path) as file:
-            if not (yield from _read_json(path, file)):
+        if path.name.endswith((".json", ".json.gz")):
+            text = _Text(path, file)
+            if not (yield from _read_json(text)):
                 return
-    with _open(path) as file:
-        yield from _read_lines(file)
+            text.file.detach().seek(0)
+        for n, (raw, whole) in enumerate(read_lines(file), 1):
+            row = _parsed(raw) if whole else BadRow(TOO_LONG)
+            del raw  # before the next is read
+            if row is not None:
+                yield f"line {n}", row
+            del row
 
 
 def read_file(path: Path) -> Iterator[tuple[str, dict | BadRow]]:
@@ -452,9 +438,16 @@ def _hub(spec):
         ) from e
 
 
+class Located(list):
+    "What `located` gave of a source that is read once, in memory: a source itself."
+
+
 def located(data: str | Path | Iterable) -> Iterator[tuple[str, dict | BadRow]]:
     """(where it is, conversation) of a source, as in `read_conversations`. A BadRow: a conversation that cannot be
     read."""
+    if isinstance(data, Located):
+        yield from data
+        return
     if isinstance(data, (dict, bytes)) or not isinstance(data, (str, Path, Iterable)):
         raise ValueError(
             f"data={brief(data)} is a {type(data).__name__}; expected a file, "
@@ -519,70 +512,3 @@ def conversation_count(data: str | Path | Iterable, limit: int | None = None) ->
     except (OSError, ValueError):  # `located` names what is wrong
         return None
     return n if limit is None else min(n, limit)
-
-
-def content_hash(row: dict | list) -> str:
-    """32 hex digits of a conversation in any spelling: of its roles, contents, tools and their calls, reasoning,
-    images; or of the token ids and the mask. Ids and metadata do not count."""
-    row = row if isinstance(row, dict) else {"messages": row}
-    if row.get("input_ids") is not None:
-        columns = (row["input_ids"], row.get("loss_mask"))
-        content = [list(map(int, c if c is not None else [])) for c in columns]
-    else:
-        content = _content(row)
-    text = json.dumps(content, sort_keys=True, ensure_ascii=False, default=_raw)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
-def _content(row):
-    "[messages, tools, images] in one spelling; as they are written, where they cannot be read."
-    images = row.get("images") or row.get("image") or None
-    try:
-        turns = [_turn(turn, m) for turn, m in zip(normalize(row), messages_of(row))]
-        return [turns, tools_of(row), images]
-    except BadRow:
-        turns = row.get("messages") or row.get("conversations") or []
-        return [turns, row.get("tools") or None, images]
-
-
-def _turn(turn, m):
-    "A message in one spelling; tool calls as they are written."
-    turn = {k: v for k, v in turn.items() if v is not None and k != "thinking"}
-    if m.get("tool_calls"):
-        turn["tool_calls"] = as_json(m["tool_calls"], "tool_calls")
-    if isinstance(turn.get("content"), list):  # pictures; tables fill in None
-        turn["content"] = [
-            {"type": "text", "text": p} if isinstance(p, str) else {k: v for k, v in p.items() if v is not None}
-            for p in turn["content"]
-        ]
-    return turn
-
-
-def _raw(value):
-    "What JSON does not know (bytes, an image): its bytes, hashed."
-    if hasattr(value, "tobytes"):
-        value = value.tobytes()
-    data = value if isinstance(value, bytes) else str(value).encode()
-    return hashlib.sha256(data).hexdigest()
-
-
-def identity(row: dict) -> str:
-    "The name under which a job resumes a conversation: its id or uuid, else the hash of its content."
-    names = (row.get(k) for k in ("id", "uuid"))
-    name = next((str(n) for n in names if n not in (None, "") and n == n), None)
-    return name or content_hash(row)
-
-
-class SeenHashes:
-    """A set of hashes in a temporary database of SQLite, which is moved to the disk as it
-    grows; in Python's own set each takes 110 bytes of memory."""
-
-    def __init__(self):
-        self.table = sqlite3.connect("", isolation_level=None)  # "": of no name
-        self.table.execute("PRAGMA journal_mode = OFF")
-        self.table.execute("CREATE TABLE seen (hash BLOB PRIMARY KEY) WITHOUT ROWID")
-
-    def add(self, key: bytes) -> bool:
-        "Add a hash; whether it is new."
-        added = self.table.execute("INSERT OR IGNORE INTO seen VALUES (?)", (key,))
-        return added.rowcount == 1

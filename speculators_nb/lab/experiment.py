@@ -17,7 +17,7 @@ from transformers.utils.import_utils import is_in_notebook
 from ..core.files import write_object, write_text
 from ..core.options import algorithms, check_options, near, shown
 from ..data.packing import collate, pack
-from ..data.pipeline import prepare
+from ..data.prepare import prepare
 from ..decode.ngram import NgramDrafter
 from ..evaluate.acceptance import Evaluation, evaluate
 from ..evaluate.cost import draft_cost, expected_speedup, training_flops, verifier_cost

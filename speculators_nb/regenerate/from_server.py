@@ -16,8 +16,8 @@ from ..core.concurrency import Breaker, concurrently
 from ..core.http_client import Endpoint, EndpointError
 from ..core.options import check_options
 from ..data.chat_encoding import ready_row
-from ..data.chat_template import ControlTokens, Misread, check_calls, in_a_spelling
-from ..data.messages import as_served, normalize
+from ..data.chat_template import ControlTokens, check_calls
+from ..data.messages import Misread, as_served, in_a_spelling, normalize
 from ..data.sources import conversation_count
 from ..jobs.ranks import shard
 from ..jobs.servers import EndpointPool, NoServerLeft, addresses_of

@@ -19,7 +19,7 @@ from ..core.options import check_options
 from ..data.chat_encoding import check_ids
 from ..data.chat_template import ControlTokens, check_template
 from ..data.messages import BadRow, reason_of
-from ..data.pipeline import BATCH
+from ..data.prepare import BATCH
 from ..data.sources import conversation_count
 from ..jobs.ranks import shard
 from ..verifier.cache import ColumnLayer, recurrent_kinds

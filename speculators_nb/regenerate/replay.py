@@ -12,8 +12,7 @@ from functools import partial
 
 from ..data.chat_encoding import add_turn
 from ..data.chat_template import reach, template_errors
-from ..data.messages import THOUGHT, brief, domain_of, messages_alone, tools_of
-from ..data.sources import content_hash, identity
+from ..data.messages import THOUGHT, brief, content_hash, domain_of, identity, messages_alone, tools_of
 
 # No tools are executed: the i-th call of a turn gets the i-th recorded result if both name the same tool and the call
 # is the only one in its answer. Otherwise the conversation ends with that answer, which is the verifier's own and is

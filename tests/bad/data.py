@@ -16,8 +16,7 @@ from datasets import Dataset, disable_progress_bars
 from transformers import AutoTokenizer
 
 from speculators_nb.data.chat_encoding import ready_row
-from speculators_nb.data.pipeline import prepare
-from speculators_nb.data.prepare import prepare_data
+from speculators_nb.data.prepare import prepare, prepare_data
 from speculators_nb.data.prepared_folder import load_prepared
 from speculators_nb.data.sources import read_conversations
 from speculators_nb.nn.draft_vocabulary import (

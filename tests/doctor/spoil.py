@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from speculators_nb.core.checkpoints import read_state, resolve_checkpoint, save_tensors
 from speculators_nb.core.provenance import write_provenance
 from speculators_nb.data.chat_encoding import save_prepared
-from speculators_nb.data.pipeline import prepare
+from speculators_nb.data.prepare import prepare
 from speculators_nb.features.feature_folder import table_of
 from speculators_nb.features.feature_rows import feature_path, read_features, write_features
 from speculators_nb.features.in_process import extract_features
