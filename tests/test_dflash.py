@@ -13,7 +13,7 @@ from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qw
 
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.base import SpeculatorModel
-from speculators_nb.models.convert import export_native
+from speculators_nb.models.convert import convert, export_native
 from speculators_nb.models.dflash import DFlashDrafter, DFlashDraftModel, DFlashSpeculatorConfig
 from speculators_nb.nn.anchors import block_supervision
 from speculators_nb.nn.attention import anchored_blocks
@@ -492,6 +492,12 @@ def test_a_head_of_its_own(pair, tmp_path):
         assert ("lm_head.weight" in load_file(tmp_path / "again/model.safetensors")) == (name == "own")
         exported = Path(export_native(tmp_path / "again", tmp_path / f"{name} there"))
         assert ("lm_head.weight" in load_file(exported / "model.safetensors")) == (name == "own")
+        assert ("has_own_lm_head" in json.loads((exported / "config.json").read_text())) == (name == "own")
+        convert(exported, tmp_path / f"{name} back", folder)
+        ours, back = (load_file(tmp_path / f / "model.safetensors") for f in ("again", f"{name} back"))
+        assert ours.keys() == back.keys() and all(torch.equal(ours[n], back[n]) for n in ours)
+        for place in (tmp_path / f"{name} back", exported):
+            assert torch.equal(SpeculatorModel.from_pretrained(place, verifier=folder).lm_head.weight, head)
         assert torch.equal(SpeculatorModel.from_pretrained(tmp_path / "again").lm_head.weight, head)
     short = state | {"lm_head.weight": theirs["lm_head.weight"][1:]}
     save_file(short, tmp_path / "own/model.safetensors")

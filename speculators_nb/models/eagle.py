@@ -428,7 +428,8 @@ class EagleSpeculator(AttachableVerifier, TrainingTimeTest):
         "eagle". Errors: ValueError for what that layout has no place for."""
         self._check_attached()
         tensors = self.saved_state() | {"embed_tokens.weight": self.embed_tokens.weight}
-        format_named("eagle").write(self.config, tensors, folder, served=True)
+        scale = self.target_head.scale
+        format_named("eagle").write(self.config, tensors, folder, served=True, scale=scale)
 
     def drafter(self) -> EagleDrafter:
         "This model as a `tree.Drafter`."

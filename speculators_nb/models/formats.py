@@ -301,6 +301,17 @@ def flat_config(config: PretrainedConfig, **others) -> dict[str, Any]:  # -> a c
     return fields | others
 
 
+NO_SCALE = {"logit_scale": (None, 1)}  # vLLM (0.32) multiplies the logits of EAGLE-3, P-EAGLE and Medusa by it
+
+
+def check_neutral(native: NativeCheckpoint, options: dict[str, tuple], block: str | None = None):
+    "Errors: ValueError for an option with a value that has an effect: the drafter here does not have it."
+    for name, neutral in options.items():
+        value = native.config_value(name, block=block)
+        if value not in neutral:
+            raise ValueError(f"{native.name}: {name} is {value!r}, and a drafter of this kind has no such option here")
+
+
 def count_layers(names: Iterable[str], pattern: str = r"layers\.(\d+)\.") -> int:
     "How many decoder layers there are, or what else a number in the tensors' names counts: one more than the highest."
     found = [re.match(pattern, name) for name in names]
@@ -321,7 +332,7 @@ def check_copy(name: str, own: torch.Tensor, theirs: torch.Tensor, target: Targe
     if not gap <= tolerance:
         raise ValueError(
             f"{source}: {name} differs from that of verifier {target.path!r} by {gap:.2g} of its largest entry, and "
-            "this format has no place for a drafter's own; is the drafter for another verifier?"
+            "nothing says that it is the drafter's own; is the drafter for another verifier?"
         )
 
 
