@@ -212,16 +212,17 @@ def test_slot_weights():
     "The decay of the paper, and D-PACE from the drafter's own cross-entropies, block by block."
     model, batch = random_model(4, sample_from_anchor=False, block_size=5)
     supervised = torch.tensor([[False, True, True, True, True], [False, True, False, True, False]])
-    weight = model.slot_weight(supervised, "fixed-exp-decay", 2.0)
+    weight = model.slot_weight(supervised, model.slot_decay(supervised, 2.0), "fixed-exp-decay")
     torch.testing.assert_close(weight, torch.exp(-torch.tensor([0, 1, 2, 3, 0, 2]) / 2))
     rows = torch.rand(6)
     table = torch.zeros(2, 5).masked_scatter(supervised, rows)
     scored = ScoredRows(losses={"ce": rows}, correct=rows < 0.5)
     torch.testing.assert_close(
-        model.slot_weight(supervised, "dpace", dpace_alpha=0.3)(scored), dpace(table, supervised, 0.3)[supervised]
+        model.slot_weight(supervised, weight, "dpace", dpace_alpha=0.3)(scored),
+        dpace(table, supervised, 0.3)[supervised],
     )
     with pytest.raises(ValueError, match="per_position_loss_weight='linear'"):
-        model.slot_weight(supervised, "linear")
+        model.slot_weight(supervised, weight, "linear")
     with pytest.raises(ValueError, match="confidence from ce, and the mixture is kl_div, tv"):
         model(**batch, per_position_loss_weight="dpace", loss_config={"kl_div": 1.0, "tv": 1.0})
 

@@ -9,7 +9,7 @@ __all__ = ['NEW_FIELDS', 'DFLASH2_RULES', 'check_convolutions', 'check_candidate
            'DFlash2Drafter', 'drafts_all_slots', 'second_runner', 'DFlash2DraftModel']
 
 # %% ../../nbs/models/12_dflash2.ipynb #7d7da872
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import field
 from typing import Any
 
@@ -29,6 +29,7 @@ from speculators_nb.models.dflash import (
     SlotBias,
     masks_alone,
     one_direction,
+    parts_of_loss,
 )
 from .drafting import PathDrafter, PathHead
 from .dspark import acceptance_metrics
@@ -40,7 +41,7 @@ from speculators_nb.models.serving_rules import (
 )
 from ..nn.anchors import Blocks
 from ..nn.layers import Attention, DecoderLayer
-from ..nn.supervision import ScoredRows, StepWeights, block_metrics, sum_and_total
+from ..nn.supervision import FIXED, ScoredRows, block_metrics, sum_and_total
 from ..nn.token_loss import Candidates, candidate_logits, find_candidates
 
 # %% ../../nbs/models/12_dflash2.ipynb #129e7736
@@ -209,9 +210,9 @@ class CandidateSelector(nn.Module):
         self,
         hidden: Tensor,  # [..., H]
         previous: Tensor,  # [...] ids of the tokens in front
-    ) -> tuple[Tensor, Tensor]:  # P of the token in front, code; [..., r] each
-        embeds = self.predecessor_codebook[previous]
-        return embeds, embeds * self.hidden_projection(hidden)
+    ) -> Tensor:  # [..., r]
+        "The codes of slots: P of the token in front, times what the state makes of it."
+        return self.predecessor_codebook[previous] * self.hidden_projection(hidden)
 
     def scores(
         self,
@@ -258,7 +259,7 @@ class DFlash2Drafter(BlockReader, PathDrafter):
         unary, candidates = logits.topk(top_k, -1)
 
         def step(depth, last, _):
-            codes = selector(hidden[depth], last)[1]
+            codes = selector(hidden[depth], last)
             few = selector.scores(unary[depth], codes, candidates[depth])
             scores = few.new_full((len(last), logits.shape[1]), -torch.inf)
             return scores.index_copy(1, candidates[depth], few), ()
@@ -266,26 +267,28 @@ class DFlash2Drafter(BlockReader, PathDrafter):
         return PathHead(step, (), k)
 
 # %% ../../nbs/models/12_dflash2.ipynb #4a3f509a
-def drafts_all_slots(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def drafts_all_slots(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "A block that is bidirectional was trained with all its masks."
     raw = {"sliding_window_non_causal": True} | raw  # the default, vLLM's too
     trained = raw.get("block_size", 8) - 1
     requested = first_proposal(raw).get("speculative_tokens", trained)
-    if not raw["sliding_window_non_causal"] or requested >= trained:
-        return one_direction(raw)
-    return [
-        f"speculative_tokens is {requested}, but slots were trained to attend to all {trained} "
-        f"masks of their block; write {trained}, or train with block_size={requested + 1}"
-    ]
+    if raw["sliding_window_non_causal"] and requested < trained:
+        yield (
+            f"speculative_tokens is {requested}, but slots were trained to attend to all "
+            f"{trained} masks of their block; write {trained}, or train with "
+            f"block_size={requested + 1}"
+        )
+    else:
+        yield from one_direction(raw)
 
 
-def second_runner(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def second_runner(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "vLLM does not serve it everywhere."
     kind = raw.get("speculators_model_type", "dflash2")
-    return [
+    yield (
         f"speculators_model_type is {kind}: vLLM 0.32 serves it with its V2 model runner "
         "and Triton alone (not on processors); leave VLLM_USE_V2_MODEL_RUNNER unset"
-    ]
+    )
 
 
 DFLASH2_RULES: tuple[Rule, ...] = (
@@ -310,7 +313,7 @@ class DFlash2DraftModel(DFlashDraftModel):
     config_arguments = (*DFlashDraftModel.config_arguments, *NEW_FIELDS)
     training_defaults: dict[str, Any] = DFlashDraftModel.training_defaults | {
         "loss_fn": "kl_div",
-        "per_position_loss_weight": "fixed-exp-decay",
+        "per_position_loss_weight": FIXED,
         "sliding_window_non_causal": True,
     }
 
@@ -334,8 +337,8 @@ class DFlash2DraftModel(DFlashDraftModel):
     def slot_bias(self, states: BlockStates) -> SlotBias:
         "What the selector adds, for candidates alone."
         in_front = states.input_ids[states.blocks.targets]
-        embeds, codes = self.candidate_selector(states.hidden, in_front)
-        return SlotBias(embeds, codes, self.candidate_selector.successor_codebook, None)
+        codes = self.candidate_selector(states.hidden, in_front)
+        return SlotBias(codes, self.candidate_selector.successor_codebook)
 
     def draft_tokens(self, states: BlockStates) -> Tensor:  # [1, A·B] int64
         "The selected token of every slot, behind the text's own tokens."
@@ -365,8 +368,6 @@ class DFlash2DraftModel(DFlashDraftModel):
         self,
         states: BlockStates,
         score: Callable,  # `block_loss` of states
-        gamma: float,  # not needed: the selector's loss has the slots' weights
-        step_weights: StepWeights,  # likewise
         upstream: bool,  # metrics as upstream reports them
         selector_loss_alpha: float = 1.0,  # weight of the selector's loss
     ) -> tuple[Tensor, dict[str, Tensor]]:  # loss, metrics
@@ -383,11 +384,8 @@ class DFlash2DraftModel(DFlashDraftModel):
         loss = out.loss + selector_loss_alpha * selector
         metrics |= acceptance_metrics(out.accept, states.blocks, first, upstream)
         metrics |= candidate_metrics(candidates, scores.detach(), states.blocks, first)
-        total = torch.ones_like(count) if upstream else count
         parts = {"loss": loss, "unary_loss": out.loss, "selector_loss": selector}
-        for name, value in parts.items():
-            metrics |= sum_and_total(name, value.detach() * total, total)
-        return loss, metrics
+        return loss, metrics | parts_of_loss(parts, states.blocks, upstream)
 
     def drafter(self) -> DFlash2Drafter:
         "This model as a `tree.Drafter`."

@@ -31,7 +31,14 @@ from speculators_nb.models.drafting import (
     padded_attention,
     step_mask,
 )
-from .eagle3 import LeanSteps, StepInputs, StepOutput, TrainingTimeTest
+from speculators_nb.models.eagle3 import (
+    LeanSteps,
+    StepInputs,
+    StepOutput,
+    dense_hidden,
+    ttt_mask,
+    ttt_training_mask,
+)
 from .formats import format_named
 from .serving_rules import own_layout
 from ..nn.attention import attention_back_end
@@ -44,6 +51,7 @@ from speculators_nb.nn.supervision import (
     chain_metrics,
     on_host,
     row_weights,
+    shift_by_one,
     sum_and_total,
     supervised_steps,
     ttt_supervision,
@@ -150,7 +158,7 @@ class EagleDrafter(ChainDrafter):
 
 # %% ../../nbs/models/05_eagle.ipynb #1693be27
 @SpeculatorModel.register("eagle")
-class EagleSpeculator(AttachableVerifier, TrainingTimeTest):
+class EagleSpeculator(AttachableVerifier):
     """EAGLE ([2401.15077](https://arxiv.org/abs/2401.15077)): the verifier's feature and the
     token that followed in, its next feature out."""
 
@@ -164,6 +172,8 @@ class EagleSpeculator(AttachableVerifier, TrainingTimeTest):
     single_layer = "EAGLE has one draft layer"
     served_as = "eagle", False
     serving_rules = (own_layout("EAGLE-1 drafters"),)
+    shift = staticmethod(shift_by_one)
+    mask, training_mask, dense_hidden = ttt_mask, ttt_training_mask, dense_hidden
 
     def __init__(
         self,
@@ -245,24 +255,6 @@ class EagleSpeculator(AttachableVerifier, TrainingTimeTest):
         rope = self.rotary(x, positions)
         attend = padded_attention(cache, rope, self.transformer.window, mask, weights)
         return self.predicted(self.transformer(x, attend))
-
-    def logits_forward(
-        self,
-        input_ids: Tensor,  # [B, N] tokens x_{i+1}
-        hidden_states: Tensor,  # [B, N, H] features f_i, after the final norm
-        attention_mask: Tensor | None,  # [B, past + N], 1: real; or 4-D; None: all
-        position_ids: Tensor | None,  # [B, N]; None: counted on from the cache
-        cache: DynamicCache,  # extended in place
-        weights: list[Tensor] | None = None,  # gets the attention's
-    ) -> tuple[Tensor, Tensor]:  # logits [B, N, V], predicted features [B, N, H]
-        "Draft logits. Errors: ValueError for a mask of another length."
-        past, n = cache.get_seq_length(), input_ids.shape[1]
-        if position_ids is None:
-            counted = torch.arange(past, past + n, device=input_ids.device)
-            position_ids = counted.expand_as(input_ids)
-        mask = step_mask(attention_mask, past, n, self.transformer.window)
-        features = self.step(input_ids, hidden_states, position_ids, cache, mask, weights)
-        return self.logits(features), features
 
     def training_step(
         self,
@@ -406,10 +398,14 @@ class EagleSpeculator(AttachableVerifier, TrainingTimeTest):
                 f"hidden_states is {[*hidden_states.shape]}; beside input_ids it is {wanted}"
             )
         cache = as_cache(past_key_values)
+        past, n = cache.get_seq_length(), input_ids.shape[1]
+        if position_ids is None:
+            counted = torch.arange(past, past + n, device=input_ids.device)
+            position_ids = counted.expand_as(input_ids)
+        mask = step_mask(attention_mask, past, n, self.transformer.window)
         weights = [] if output_attentions else None
-        logits, features = self.logits_forward(
-            input_ids, hidden_states, attention_mask, position_ids, cache, weights
-        )
+        features = self.step(input_ids, hidden_states, position_ids, cache, mask, weights)
+        logits = self.logits(features)
         if return_dict is False:
             return logits
         keep = past_key_values is not None if use_cache is None else use_cache

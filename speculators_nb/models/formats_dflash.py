@@ -286,9 +286,7 @@ XPRESS_TOPC = 512  # tokens of a slot that vLLM's refiner scores
 def write_xpress(config: XPressSpeculatorConfig, tensors: Tensors, folder: Folder, target: Target | None = None):
     """Write the layout that vLLM 0.33 serves with method "dflash". Errors: ValueError for a reduced vocabulary, a
     drafter that samples from the anchor, and shapes that vLLM's kernels do not have."""
-    stored = config.to_dict()
-    problems = [line for rule in XPRESS_LAYOUT_RULES for line in rule(stored, None)]
-    if problems:
+    if problems := [line for rule in XPRESS_LAYOUT_RULES for line in rule(config.to_dict(), None)]:
         raise ValueError("; ".join(problems))
     raw = dflash_config_json(config, tensors, target) | dict(
         architectures=["Qwen3XPressModel"],
@@ -352,9 +350,7 @@ def read_lilicorr(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
 def write_lilicorr(config: LiLiCorrSpeculatorConfig, tensors: Tensors, folder: Folder, target: Target | None = None):
     """Write the layout that vLLM serves with method "dflash". Errors: ValueError for a drafter that samples from the
     anchor, and for candidates that vLLM's kernel does not take."""
-    stored = config.to_dict()
-    problems = [line for rule in LILICORR_LAYOUT_RULES for line in rule(stored, None)]
-    if problems:
+    if problems := [line for rule in LILICORR_LAYOUT_RULES for line in rule(config.to_dict(), None)]:
         raise ValueError("; ".join(problems))
     raw = dflash_config_json(config, tensors, target)
     block = raw["dflash_config"] | {name: getattr(config, name) for name in LILICORR_FIELDS}

@@ -1,7 +1,7 @@
 """Rules for what vLLM would refuse in a drafter's config.json, or read differently.
 Each is one small rule about what was trained, shared by the drafters that need it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -11,10 +11,10 @@ from ..nn.layers import LATENT_FAMILIES, LAYER_FAMILIES, ROPE
 # A drafter may be trained with more than a serving engine implements: a sliding window on one layer of two, another
 # activation, longer rotary angles. vLLM reads `config.json` with defaults of its own, so a field that is missing, or
 # one that it does not know, changes the drafts in silence: the text stays the verifier's, acceptance falls. A rule
-# reads the stored JSON, and the verifier's config where there is one, and returns sentences that name field, value and
+# reads the stored JSON, and the verifier's config where there is one, and yields sentences that name field, value and
 # remedy.
 
-Rule = Callable[[dict[str, Any], PretrainedConfig | None], list[str]]
+Rule = Callable[[dict[str, Any], PretrainedConfig | None], Iterable[str]]
 LAYER = "transformer_layer_config"
 
 
@@ -82,12 +82,11 @@ def served_rope(layer: dict[str, Any]) -> tuple[list[str], list[str]]:
     return wrong, careful
 
 
-def silu_only(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def silu_only(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "vLLM's draft layers have one activation."
     activation = layer_of(raw).get("hidden_act", "silu")
-    if activation == "silu":
-        return []
-    return [f"{LAYER}.hidden_act is {activation!r}; vLLM's draft layers have silu alone"]
+    if activation != "silu":
+        yield f"{LAYER}.hidden_act is {activation!r}; vLLM's draft layers have silu alone"
 
 
 def rope_as_trained(raw: dict[str, Any], verifier: Any = None) -> list[str]:
@@ -100,72 +99,63 @@ def rope_of_some_requests(raw: dict[str, Any], verifier: Any = None) -> list[str
     return served_rope(layer_of(raw))[1]
 
 
-def known_layer_family(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def known_layer_family(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "The draft layers are of a kind that vLLM serves."
     family = layer_of(raw).get("model_type")
-    if family in LAYER_FAMILIES:
-        return []
-    return [f"{LAYER}.model_type is {family!r}; vLLM serves {' and '.join(LAYER_FAMILIES)}"]
+    if family not in LAYER_FAMILIES:
+        yield f"{LAYER}.model_type is {family!r}; vLLM serves {' and '.join(LAYER_FAMILIES)}"
 
 
-def as_latent_attention_is_served(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def as_latent_attention_is_served(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "What vLLM's latent attention (0.32) leaves out, or reads differently."
-    layer, wrong = layer_of(raw), []
+    layer = layer_of(raw)
     if layer.get("model_type") not in LATENT_FAMILIES:
-        return []
+        return
     rope, theirs = layer.get("rope_parameters") or {}, "vLLM's latent attention"
     if raw.get("norm_before_fc"):
-        wrong.append(f"norm_before_fc is True; {theirs} comes with a norm for each feature alone, train with fc_norm")
+        yield f"norm_before_fc is True; {theirs} comes with a norm for each feature alone, train with fc_norm"
     if layer.get("rope_interleave") is False:
-        wrong.append(f"{LAYER}.rope_interleave is False; {theirs} rotates neighbours, train with True")
+        yield f"{LAYER}.rope_interleave is False; {theirs} rotates neighbours, train with True"
     if "sliding_attention" in layer_types_of(raw):
-        wrong.append(f"{LAYER}.layer_types has sliding_attention; {theirs} has no window, train without")
+        yield f"{LAYER}.layer_types has sliding_attention; {theirs} has no window, train without"
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "yarn"):
-        wrong.append(
-            f"{ROPE}.rope_type is {kind!r}; {theirs} takes any other type for yarn, train with default or yarn"
-        )
+        yield f"{ROPE}.rope_type is {kind!r}; {theirs} takes any other type for yarn, train with default or yarn"
     if kind != "yarn":
-        return wrong
-    wrong += [
-        f"{ROPE}.{name} is {rope[name]}; {theirs} does not read it, train without"
-        for name in ("attention_factor", "truncate")
-        if rope.get(name) is not None
-    ]
+        return
+    for name in ("attention_factor", "truncate"):
+        if rope.get(name) is not None:
+            yield f"{ROPE}.{name} is {rope[name]}; {theirs} does not read it, train without"
     scales = [rope.get(name) for name in ("mscale", "mscale_all_dim")]
     if bool(scales[0]) != bool(scales[1]):
-        wrong.append(
+        yield (
             f"{ROPE} have mscale={scales[0]} and mscale_all_dim={scales[1]}; where one of them is missing, {theirs} "
             "takes another factor for cosines and sines: train with both or without"
         )
     trained, length = rope.get("original_max_position_embeddings"), layer.get("max_position_embeddings", 4096)
     if not trained:
-        wrong.append(f"{ROPE}.original_max_position_embeddings is missing; vLLM needs it, write what was trained with")
+        yield f"{ROPE}.original_max_position_embeddings is missing; vLLM needs it, write what was trained with"
     elif trained * rope.get("factor", 1) < length:
-        wrong.append(
+        yield (
             f"{ROPE}.factor is {rope.get('factor')}; {theirs} has angles for {trained} times as many positions, less "
             f"than max_position_embeddings={length}: train with {length / trained:g}"
         )
-    return wrong
 
 
-def reaches_as_far(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def reaches_as_far(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "The drafter takes as many positions as the verifier."
-    if verifier is None:
-        return []
-    draft = layer_of(raw).get("max_position_embeddings")
-    target = verifier.max_position_embeddings
-    if (draft or 0) >= target:
-        return []
-    return [f"{LAYER}.max_position_embeddings is {draft}, the verifier's {target}; vLLM stops drafting beyond it"]
+    draft, target = layer_of(raw).get("max_position_embeddings"), verifier and verifier.max_position_embeddings
+    if target and (draft or 0) < target:
+        yield f"{LAYER}.max_position_embeddings is {draft}, the verifier's {target}; vLLM stops drafting beyond it"
 
 
 def written(*fields: str, why: str, none_counts: bool = True) -> Rule:
     "A rule: these fields are written (null is, or is not), because a default would decide: `why`, in words."
 
     def rule(raw, verifier=None):
-        missing = [name for name in fields if name not in raw or (raw[name] is None and not none_counts)]
-        return [f"{name} is not written; {why}" for name in missing]
+        for name in fields:
+            if name not in raw or (raw[name] is None and not none_counts):
+                yield f"{name} is not written; {why}"
 
     return rule
 
@@ -180,15 +170,14 @@ def layers_returned(field: str) -> Rule:  # of config.json: layers of the verifi
     def rule(raw, verifier=None):
         ids = raw.get(field)
         if verifier is None or not ids:
-            return []
+            return
         if max(ids) > verifier.num_hidden_layers:
-            return [f"{field}={ids}, but the verifier has {verifier.num_hidden_layers} layers"]
-        if 0 in ids and verifier.model_type in WITHOUT_FIRST_STATE:
-            return [
+            yield f"{field}={ids}, but the verifier has {verifier.num_hidden_layers} layers"
+        elif 0 in ids and verifier.model_type in WITHOUT_FIRST_STATE:
+            yield (
                 f"{field}={ids}: vLLM fails at the state that enters layer 0 of a verifier of "
                 f"model_type={verifier.model_type!r}; train with layers from 1 on"
-            ]
-        return []
+            )
 
     return rule
 
@@ -206,20 +195,18 @@ def own_layout(drafters: str) -> Rule:  # in words
     )
 
 
-def short_window(raw: dict[str, Any], needed: int, why: str) -> list[str]:  # positions that must be reached
+def short_window(raw: dict[str, Any], needed: int, why: str) -> Iterator[str]:  # positions that must be reached
     "Where a sliding layer reaches less."
     window = layer_of(raw).get("sliding_window")
-    if "sliding_attention" not in layer_types_of(raw) or not isinstance(window, int) or window >= needed:
-        return []
-    return [f"{LAYER}.sliding_window is {window}, less than the {why}"]
+    if "sliding_attention" in layer_types_of(raw) and isinstance(window, int) and window < needed:
+        yield f"{LAYER}.sliding_window is {window}, less than the {why}"
 
 
 def one_kind_of_attention(why: str) -> Rule:  # what vLLM does with a mixture
     "A rule: all draft layers attend in the same way."
 
     def rule(raw, verifier=None):
-        if len(layer_types_of(raw)) == 1:
-            return []
-        return [f"{LAYER}.layer_types mixes kinds of attention; {why}, use one kind"]
+        if len(layer_types_of(raw)) > 1:
+            yield f"{LAYER}.layer_types mixes kinds of attention; {why}, use one kind"
 
     return rule
