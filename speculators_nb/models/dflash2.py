@@ -336,7 +336,7 @@ class DFlash2DraftModel(DFlashDraftModel):
 
     def slot_bias(self, states: BlockStates) -> SlotBias:
         "What the selector adds, for candidates alone."
-        in_front = states.input_ids[states.blocks.targets]
+        in_front = self.tokens_in_front(states.input_ids, states.blocks.anchors)
         codes = self.candidate_selector(states.hidden, in_front)
         return SlotBias(codes, self.candidate_selector.successor_codebook)
 

@@ -81,8 +81,8 @@ class DominoDrafter(BlockReader, PathDrafter):
 
     def head(self, tokens: Tensor, features: Tensor, k: int) -> PathHead:
         "The GRU behind one block."
-        model, config = self.model, self.model.config
-        hidden = self.read_block(tokens, features, self.trained_tokens)[config.first_slot :]
+        model, config, k = self.model, self.model.config, self.trained_tokens
+        hidden = self.read_block(tokens, features, k)[-k:]
         logits = model.lm_head(hidden)
 
         def step(depth, last, of_parents):
@@ -95,7 +95,7 @@ class DominoDrafter(BlockReader, PathDrafter):
             return logits[depth] + model.embed_proj[2](code), (prefix,)
 
         state = model.prefix_gru.weight_hh_l0.new_zeros(1, config.gru_hidden_dim)
-        return PathHead(step, (state,), self.trained_tokens)
+        return PathHead(step, (state,), k)
 
 # %% ../../nbs/models/21_domino.ipynb #dmnA0014
 @SpeculatorModel.register("domino")

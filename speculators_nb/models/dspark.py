@@ -233,7 +233,7 @@ class DSparkDrafter(BlockReader, PathDrafter):
         "The Markov head behind one block."
         model, markov = self.model, self.model.markov_head
         hidden = self.read_block(tokens, features, k)
-        predicting = self.predicting = hidden[model.config.first_slot :]
+        predicting = self.predicting = hidden[-k:]
         logits = model.lm_head(predicting)
         states = ()
 

@@ -27,7 +27,6 @@ from .base import ForwardOutput, SpeculatorModel
 from speculators_nb.models.drafting import (
     ChainDrafter,
     as_cache,
-    deepest_proposal,
     padded_attention,
     step_mask,
 )
@@ -128,8 +127,7 @@ class EagleDrafter(ChainDrafter):
 
     def __init__(self, model: "EagleSpeculator"):
         model._check_attached()
-        depth = deepest_proposal(model.config.speculators_config)
-        super().__init__(model, (model.verifier_layers,), depth)
+        super().__init__(model, (model.verifier_layers,))
 
     def first_states(self, features: Tensor) -> Tensor:  # [m, H] -> [m, H]
         return self.model.target_head.norm(features)
@@ -139,9 +137,6 @@ class EagleDrafter(ChainDrafter):
         positions = self.positions(len(ids), ancestors)
         mask = None if ancestors is None else ancestors[None, None]
         return self.model.step(ids[None], states[None], positions[None], self.cache, mask)[0]
-
-    def logits(self, states: Tensor) -> Tensor:  # [n, H] -> [n, V]
-        return self.model.logits(states)
 
     @torch.inference_mode()
     def draft_tree(

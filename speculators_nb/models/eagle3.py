@@ -29,11 +29,7 @@ from speculators_nb.models.drafter_arguments import (
     check_layer_ids,
     layers_to_read,
 )
-from speculators_nb.models.drafting import (
-    ChainDrafter,
-    cached_attention,
-    deepest_proposal,
-)
+from .drafting import ChainDrafter, cached_attention
 from speculators_nb.models.serving_rules import (
     LAYER,
     Rule,
@@ -394,9 +390,7 @@ class Eagle3Drafter(ChainDrafter):
     "Drafts one token after the other with a KV cache, or a tree."
 
     def __init__(self, model: "Eagle3DraftModel"):
-        config = model.config
-        depth = deepest_proposal(config.speculators_config)
-        super().__init__(model, layers_read(config), depth)
+        super().__init__(model, layers_read(model.config))
 
     def first_states(self, features: Tensor) -> Tensor:  # [m, A·H] -> [m, H]
         return self.model.fuse(features)

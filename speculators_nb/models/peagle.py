@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from ..core.config import SpeculatorModelConfig
 from .base import ForwardOutput, SpeculatorModel
 from .drafter_arguments import check_mask_token
-from .drafting import SlotDrafter, deepest_proposal
+from .drafting import SlotDrafter
 from speculators_nb.models.eagle3 import (
     EAGLE3_RULES,
     Eagle3DraftModel,
@@ -133,9 +133,7 @@ class PEagleDrafter(SlotDrafter):
     "Drafts k tokens in one forward pass. The cache holds decided positions only."
 
     def __init__(self, model: "PEagleDraftModel"):
-        config = model.config
-        depth = deepest_proposal(config.speculators_config)
-        super().__init__(model, layers_read(config), depth)
+        super().__init__(model, layers_read(model.config))
 
     def slots(self, tokens: Tensor, features: Tensor, k: int) -> Tensor:  # [k, Vd]
         "The new decided rows, then k-1 masks at the positions that follow."

@@ -25,7 +25,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..core.config import LayerConfig, SpeculatorModelConfig
 from ..core.options import RULES, whole
 from .base import ForwardOutput, SpeculatorModel
-from .drafting import ChainDrafter, deepest_proposal
+from .drafting import ChainDrafter
 from .eagle3 import step_metrics
 from .formats import save_native
 from .serving_rules import own_layout
@@ -287,8 +287,7 @@ class QueryOnlyDrafter(ChainDrafter):
     verifier read last. The cache holds the verifier's keys and values, never the drafts'."""
 
     def __init__(self, model: "QueryOnlyDraftModel"):
-        layers = (*model.target_layer_ids, model.verifier_layers)
-        super().__init__(model, layers, deepest_proposal(model.config.speculators_config))
+        super().__init__(model, (*model.target_layer_ids, model.verifier_layers))
 
     def read(self, tokens: Tensor, features: Tensor) -> Tensor:  # [1, D] behind the last token
         "The verifier's keys and values of the new positions, and the first step."
@@ -301,9 +300,6 @@ class QueryOnlyDrafter(ChainDrafter):
 
     def next_input(self, states: Tensor) -> Tensor:  # [n, D] -> [n, H]
         return self.model.post_projection(states)
-
-    def logits(self, states: Tensor) -> Tensor:  # [n, D] -> [n, V]
-        return self.model.logits(states)
 
     def step(self, states: Tensor, ids: Tensor, ancestors: Tensor | None = None) -> Tensor:
         """Tokens that follow the same position, or each other: [n, H] -> [n, D]. `ancestors`
