@@ -829,6 +829,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                    'speculators_nb/models/dflash2.py'),
                                                'speculators_nb.models.dflash2.check_convolutions': ( 'models/dflash2.html#check_convolutions',
                                                                                                      'speculators_nb/models/dflash2.py'),
+                                               'speculators_nb.models.dflash2.check_top_k': ( 'models/dflash2.html#check_top_k',
+                                                                                              'speculators_nb/models/dflash2.py'),
                                                'speculators_nb.models.dflash2.convolve': ( 'models/dflash2.html#convolve',
                                                                                            'speculators_nb/models/dflash2.py'),
                                                'speculators_nb.models.dflash2.drafts_all_slots': ( 'models/dflash2.html#drafts_all_slots',

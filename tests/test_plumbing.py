@@ -378,8 +378,9 @@ def test_rules_of_serving_name_what_they_find():
     short, ratio = yarn | dict(factor=4.0), yarn | dict(factor=None)
     layers = [dict(rope_parameters=given) for given in (rope, nested, short, ratio)]
     layers += [dict(rope_parameters=short, max_position_embeddings=n) for n in (16384, 32768)]
-    said = map(rules.served_rope, layers)
-    assert [tuple(map(len, pair)) for pair in said] == [(0, 1), (1, 0), (0, 0), (1, 0), (0, 0), (0, 1)]
+    each = rules.rope_as_trained, rules.rope_of_some_requests
+    said = [tuple(len(list(rule({rules.LAYER: layer}))) for rule in each) for layer in layers]
+    assert said == [(0, 1), (1, 0), (0, 0), (1, 0), (0, 0), (0, 1)]
 
 
 def test_no_server_returns_what_enters_layer_0_of_a_deepseek_verifier(tmp_path):

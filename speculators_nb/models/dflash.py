@@ -134,7 +134,7 @@ class SlotBias(NamedTuple):
     codes: Tensor  # [A, B, r]
     weight: Tensor  # [Vd, r]
     row_codes: Tensor | None = None  # [L, r] by position, if they depend on the token alone
-    embeds: Tensor | None = None  # [A, B, r] of the tokens in front, for a confidence
+    embeds: Any = None  # [A, B, r] of the tokens in front, for a confidence; None: not read
 
 
 class BlockStates(NamedTuple):

@@ -191,8 +191,9 @@ class CachedDrafter:
         trained_tokens: int | None = None,  # that it drafts in a row; None: as the config says
     ):
         self.model, self.aux_layer_ids = model.eval(), aux_layer_ids
-        depth = deepest_proposal(model.config.speculators_config)
-        self.trained_tokens = trained_tokens or depth
+        if trained_tokens is None:
+            trained_tokens = deepest_proposal(model.config.speculators_config)
+        self.trained_tokens = trained_tokens
         self.reset()
 
     def reset(self) -> None:

@@ -375,7 +375,7 @@ def step_metrics(
     return metrics | chain_metrics(correct, carries_loss, upstream)
 
 # %% ../../nbs/models/04_eagle3.ipynb #4201c18a
-def layers_read(config: Eagle3SpeculatorConfig) -> tuple[int, ...]:
+def layers_read(config: Any) -> tuple[int, ...]:  # an Eagle3SpeculatorConfig
     "The verifier's layers that are read. Errors: ValueError where the config names none."
     layers = config.eagle_aux_hidden_state_layer_ids
     if layers is None:

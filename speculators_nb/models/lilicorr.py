@@ -38,6 +38,7 @@ from speculators_nb.models.dflash2 import (
     DFlash2DraftModel,
     check_candidates,
     check_convolutions,
+    check_top_k,
     drafts_all_slots,
     reset_convolutions,
 )
@@ -95,11 +96,7 @@ class LiLiCorrSpeculatorConfig(DFlashSpeculatorConfig):
                 f"lilicorr_num_heads={self.lilicorr_num_heads} must divide the width of "
                 f"{self.lattice_width} (lilicorr_hidden_size)"
             )
-        if self.lilicorr_candidate_topk > self.target_vocab_size:
-            raise ValueError(
-                f"lilicorr_candidate_topk={self.lilicorr_candidate_topk} is more than the "
-                f"verifier's vocabulary of {self.target_vocab_size}; choose at most that"
-            )
+        check_top_k(self, "lilicorr_candidate_topk")
 
     @property
     def lattice_width(self) -> int:  # W

@@ -34,52 +34,53 @@ def first_proposal(raw: dict[str, Any]) -> dict[str, Any]:  # config.json -> pro
     return methods[0]
 
 
-def served_rope(layer: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Where vLLM (0.32) rotates draft layers by other angles than they were trained with: always (violations), or for
-    some requests (warnings)."""
-    rope, wrong, careful = layer.get("rope_parameters") or {}, [], []
-    kind, n = rope.get("rope_type"), rope.get("original_max_position_embeddings")
+def rope_as_trained(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
+    "vLLM (0.32) must rotate draft layers by the angles of training."
+    rope = layer_of(raw).get("rope_parameters") or {}
+    kind, factor = rope.get("rope_type"), rope.get("factor")
     if any(isinstance(v, dict) for v in rope.values()):
-        wrong.append(
+        yield (
             f"{ROPE} are given by layer type; vLLM's draft layers read rope_theta "
             "beside them (10000 where there is none): write the parameters that were "
             "trained with in their place, those of sliding_attention if there are any"
         )
     if kind == "proportional" and rope.get("factor", 1) != 1:
-        found = f"{ROPE}.factor is {rope['factor']}"
-        wrong.append(f"{found}; vLLM's proportional RoPE has no factor, train with 1")
+        yield f"{ROPE}.factor is {factor}; vLLM's proportional RoPE has no factor, train with 1"
+    if kind == "yarn" and not factor:
+        yield f"{ROPE}.factor is {factor!r}; vLLM's yarn needs a number, write what was trained with"
+
+
+def rope_of_some_requests(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
+    "For which vLLM (0.32) rotates draft layers by other angles than those of training."
+    layer = layer_of(raw)
+    rope, length = layer.get("rope_parameters") or {}, layer.get("max_position_embeddings", 0)
+    kind, factor, n = (rope.get(name) for name in ("rope_type", "factor", "original_max_position_embeddings"))
     if kind == "dynamic":
-        careful.append(
+        yield (
             f"{ROPE}.rope_type is dynamic: vLLM never scales its angles, training scales those "
             "of texts longer than max_position_embeddings; drafts for such texts differ"
         )
-    if kind == "yarn":
-        factor, length = rope.get("factor"), layer.get("max_position_embeddings", 0)
-        if not factor:
-            wrong.append(f"{ROPE}.factor is {factor!r}; vLLM's yarn needs a number, write what was trained with")
-        elif n and n * factor < length:
-            careful.append(
-                f"{ROPE}.factor is {factor:g}: vLLM's yarn has angles for {n * factor:g} positions, less than "
-                f"max_position_embeddings={length}; serve with max_model_len up to that"
-            )
+    if kind == "yarn" and factor and n and n * factor < length:
+        yield (
+            f"{ROPE}.factor is {factor:g}: vLLM's yarn has angles for {n * factor:g} positions, less than "
+            f"max_position_embeddings={length}; serve with max_model_len up to that"
+        )
     if kind == "longrope":
-        reach = layer.get("max_position_embeddings", 0) / (n or 1)
-        factor, attention_factor = rope.get("factor"), rope.get("attention_factor")
+        reach, attention_factor = length / (n or 1), rope.get("attention_factor")
         if attention_factor or (factor and n and factor != reach):
-            careful.append(
+            yield (
                 f"{ROPE} have {factor=} and {attention_factor=}; vLLM's longrope reads neither, but "
                 f"max_position_embeddings / original_max_position_embeddings; train with that factor, {reach:g}"
             )
-        careful.append(
+        yield (
             f"{ROPE}.rope_type is longrope: vLLM takes the long factors for every text where max_model_len is above "
             f"{n}, training takes them for longer texts alone; serve with max_model_len up to {n} for drafts as trained"
         )
     if "mrope_section" in rope:
-        careful.append(
+        yield (
             f"{ROPE}.mrope_section: vLLM counts three coordinates for a picture's "
             "tokens, the drafter was trained with one; drafts after pictures differ"
         )
-    return wrong, careful
 
 
 def silu_only(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
@@ -87,16 +88,6 @@ def silu_only(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     activation = layer_of(raw).get("hidden_act", "silu")
     if activation != "silu":
         yield f"{LAYER}.hidden_act is {activation!r}; vLLM's draft layers have silu alone"
-
-
-def rope_as_trained(raw: dict[str, Any], verifier: Any = None) -> list[str]:
-    "vLLM must rotate by the angles of training (`served_rope`)."
-    return served_rope(layer_of(raw))[0]
-
-
-def rope_of_some_requests(raw: dict[str, Any], verifier: Any = None) -> list[str]:
-    "For which vLLM rotates by other angles (`served_rope`)."
-    return served_rope(layer_of(raw))[1]
 
 
 def known_layer_family(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
