@@ -252,6 +252,13 @@ def test_padding_changes_nothing():
             model(ids, features, forward_num_total=2)
 
 
+def test_a_mask_shows_the_steps_that_are_trained():
+    "EAGLE one, HASS several; another drafter's word for them, of the explorer, comes first."
+    model, batch, _ = random_model(0)
+    for options, steps in ((dict(forward_num_total=3), 3), ({}, 1), (dict(ttt_steps=2), 2)):
+        assert model.training_mask(batch, **options).keys == steps * batch["input_ids"].shape[1]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_lean_is_dense(seed):
     """Over random weights, steps and windows: loss and metrics to 1e-5, gradients to 1e-4 of their norm (1e-6 but for

@@ -40,7 +40,7 @@ from speculators_nb.models.eagle3 import (
 )
 from .formats import format_named
 from .serving_rules import own_layout
-from ..nn.attention import attention_back_end
+from ..nn.attention import MaskSize, attention_back_end
 from ..nn.compiled import to_device
 from ..nn.layers import DecoderLayer, RMSNorm, Rotary, take_rows
 from ..nn.losses import HeadLoss, head_loss, parse_loss
@@ -168,7 +168,7 @@ class EagleSpeculator(AttachableVerifier):
     served_as = "eagle", False
     serving_rules = (own_layout("EAGLE-1 drafters"),)
     shift = staticmethod(shift_by_one)
-    mask, training_mask, dense_hidden = ttt_mask, ttt_training_mask, dense_hidden
+    mask, dense_hidden = ttt_mask, dense_hidden
 
     def __init__(
         self,
@@ -235,6 +235,13 @@ class EagleSpeculator(AttachableVerifier):
         "The verifier's head on predicted features."
         logits = self.lm_head(features.to(self.lm_head.weight.dtype))
         return self.target_head.finish(logits.float())
+
+    def training_mask(
+        self, batch: dict[str, Tensor], forward_num_total: int = 1, **others
+    ) -> MaskSize:  # as `ttt_training_mask`
+        "What a query attends to at the last step."
+        steps = {"ttt_steps": forward_num_total} | others
+        return ttt_training_mask(self, batch, **steps)
 
     def step(
         self,

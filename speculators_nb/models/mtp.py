@@ -39,7 +39,7 @@ from .mtp_layer import MTPLayer
 from .mtp_native import extract_mtp
 from .mtp_transformers import new_stack
 from .serving_rules import Rule, layer_of, refused
-from ..nn.attention import attention_back_end
+from ..nn.attention import MaskSize, attention_back_end
 from ..nn.compiled import to_device
 from ..nn.layers import Rotary, take_rows
 from ..nn.losses import HeadLoss
@@ -301,7 +301,7 @@ class MTPDraftModel(SpeculatorModel):
     served_as = "mtp", False
     lab_arguments = dict(fresh_head=True)
     serving_rules = MTP_RULES
-    mask, training_mask = ttt_mask, ttt_training_mask
+    mask = ttt_mask
 
     if TYPE_CHECKING:
         mtp_layers: Sequence[MTPLayer]  # an nn.ModuleList
@@ -485,6 +485,13 @@ class MTPDraftModel(SpeculatorModel):
             document_ids=to_device(row.document_ids[:-1], row.input_ids.device),
             position_ids=row.position_ids[:-1],
         )
+
+    def training_mask(
+        self, batch: dict[str, Tensor], as_served: bool = False, **others
+    ) -> MaskSize:  # as `ttt_training_mask`
+        "What a query attends to at the last step: the past of that step, or of step 0."
+        steps = {"ttt_steps": self.config.num_speculative_steps if as_served else 1} | others
+        return ttt_training_mask(self, batch, **steps)
 
     def dense_hidden(
         self,
@@ -671,6 +678,11 @@ class MTPStackModel(MTPDraftModel):
     @property
     def layers(self) -> Any:
         return self.mtp_layers.layers
+
+    def training_mask(self, batch: dict[str, Tensor], **others) -> MaskSize:  # L by L
+        "What a query attends to in its document; a family's window is left out."
+        documents = batch["document_ids"][0]
+        return MaskSize(self.mask(None, documents), len(documents), len(documents))
 
     def text_length(self, positions: Tensor) -> int | None:
         return None
