@@ -679,7 +679,9 @@ class MTPStackModel(MTPDraftModel):
     def layers(self) -> Any:
         return self.mtp_layers.layers
 
-    def training_mask(self, batch: dict[str, Tensor], **others) -> MaskSize:  # L by L
+    def training_mask(
+        self, batch: dict[str, Tensor], as_served: bool = False, **others
+    ) -> MaskSize:  # L queries, L keys
         "What a query attends to in its document; a family's window is left out."
         documents = batch["document_ids"][0]
         return MaskSize(self.mask(None, documents), len(documents), len(documents))
