@@ -120,7 +120,7 @@ FAULTS = [
         "positions = self.position_ids[rows] + t if t else self.position_ids",
         "positions = self.position_ids[rows] if t else self.position_ids",
         "eagle3 rope",
-        (("rope = self.rotary(hidden, position_ids + t)", "rope = self.rotary(hidden, position_ids)"),),
+        (("rope = model.rotary(hidden, position_ids + t)", "rope = model.rotary(hidden, position_ids)"),),
     ),
     Fault(
         "all slots of a block have the anchor's position",

@@ -155,6 +155,21 @@ def test_no_line_of_the_package_is_longer_than_120():
     assert long == {}, "shorten it; a claim of several sentences has several lines that begin with `> `"
 
 
+def test_a_class_has_three_ancestors_of_ours_at_most():
+    "So many a reader holds in mind. Proposal methods have the bases that upstream documents."
+    bases = {}
+    for path in MODULES.values():
+        classes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ClassDef)]
+        bases |= {c.name: {ast.unparse(base).rpartition(".")[2] for base in c.bases} - {c.name} for c in classes}
+
+    def ancestors(name):
+        own = bases[name] & bases.keys()
+        return own.union(*map(ancestors, own))
+
+    deep = {name: ancestors(name) for name in bases if len(ancestors(name)) > 3}
+    assert {name: found for name, found in deep.items() if not name.endswith("TokenProposalConfig")} == {}
+
+
 def test_the_table_has_one_direction():
     above = set()
     for package, used in TABLE.items():

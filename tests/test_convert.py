@@ -753,6 +753,12 @@ def test_medusa_and_mlp_as_others_write_them(home, tmp_path):
     (tmp_path / "one/config.json").write_text(json.dumps(dict(original_lm_head=True)))
     made = weights(convert(tmp_path / "one", tmp_path / "one made", home / "v"))
     assert all(torch.equal(made[f"lm_heads.{i}.weight"], one["lm_heads.0.weight"]) for i in range(3))
+    scaled = dict(model_type="medusa", original_lm_head=True, logit_scale=0.5)
+    (tmp_path / "one/config.json").write_text(json.dumps(scaled))
+    with pytest.raises(ValueError, match="logit_scale is 0.5"):
+        convert(tmp_path / "one", tmp_path / "no", home / "v")
+    (tmp_path / "one/config.json").write_text(json.dumps(scaled | dict(model_type="cohere")))  # the verifier's
+    convert(tmp_path / "one", tmp_path / "inside cohere", home / "v")
     save_file(one | {"token_map": torch.arange(9)}, tmp_path / "one/model.safetensors")
     with pytest.raises(ValueError, match="token_map restricts the heads to 9 tokens"):
         convert(tmp_path / "one", tmp_path / "no", home / "v")
@@ -870,6 +876,8 @@ def test_errors(eagle3, home, tmp_path):
         go(dict(tensors={"norm.weight": torch.ones(15)}))
     with pytest.raises(ValueError, match="use_aux_hidden_state is False"):
         go(dict(config=dict(eagle_config=dict(use_aux_hidden_state=False))))
+    with pytest.raises(ValueError, match="logit_scale is 0.5, and a drafter of this kind has no such option"):
+        go(dict(config=dict(logit_scale=0.5)))  # vLLM reads it
     with pytest.raises(ValueError, match="fc.weight reads 2 layers and config.json does not say which"):
         go(dict(tensors={"fc.weight": torch.ones(H, 2 * H)}, drop=("eagle_config",)))
     with pytest.raises(ValueError, match="not ascending"):

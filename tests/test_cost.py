@@ -1,5 +1,6 @@
 """Counting what training and drafting cost: against hand counts, on shapes small enough to count."""
 
+import pandas as pd
 import pytest
 import torch
 from small_verifier import small_verifier
@@ -141,3 +142,7 @@ def test_a_drafter_without_weights_reads_none(verifier):
 
 def test_expected_speedup():
     assert expected_speedup(3, 0.5) == 2 and expected_speedup(3, 0.5, verify=1.5) == 1.5
+    table = pd.DataFrame(dict(length=[3.0, 2.0], cost=[0.5, float("nan")]))
+    assert expected_speedup(table.length, table.cost).dropna().tolist() == [2]  # one that was not measured stays so
+    with pytest.raises(ValueError, match="the row is all padding"):
+        training_flops(Toy(), dict(x=torch.ones(1, 4), document_ids=torch.full((1, 4), -1)))

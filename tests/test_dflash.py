@@ -13,7 +13,7 @@ from transformers import GPT2Config, LlamaConfig, MistralConfig, Qwen2Config, Qw
 
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.base import SpeculatorModel
-from speculators_nb.models.convert import export_native
+from speculators_nb.models.convert import convert, export_native
 from speculators_nb.models.dflash import DFlashDrafter, DFlashDraftModel, DFlashSpeculatorConfig
 from speculators_nb.nn.anchors import block_supervision
 from speculators_nb.nn.attention import anchored_blocks
@@ -212,16 +212,17 @@ def test_slot_weights():
     "The decay of the paper, and D-PACE from the drafter's own cross-entropies, block by block."
     model, batch = random_model(4, sample_from_anchor=False, block_size=5)
     supervised = torch.tensor([[False, True, True, True, True], [False, True, False, True, False]])
-    weight = model.slot_weight(supervised, "fixed-exp-decay", 2.0)
+    weight = model.slot_weight(supervised, model.slot_decay(supervised, 2.0), "fixed-exp-decay")
     torch.testing.assert_close(weight, torch.exp(-torch.tensor([0, 1, 2, 3, 0, 2]) / 2))
     rows = torch.rand(6)
     table = torch.zeros(2, 5).masked_scatter(supervised, rows)
     scored = ScoredRows(losses={"ce": rows}, correct=rows < 0.5)
     torch.testing.assert_close(
-        model.slot_weight(supervised, "dpace", dpace_alpha=0.3)(scored), dpace(table, supervised, 0.3)[supervised]
+        model.slot_weight(supervised, weight, "dpace", dpace_alpha=0.3)(scored),
+        dpace(table, supervised, 0.3)[supervised],
     )
     with pytest.raises(ValueError, match="per_position_loss_weight='linear'"):
-        model.slot_weight(supervised, "linear")
+        model.slot_weight(supervised, weight, "linear")
     with pytest.raises(ValueError, match="confidence from ce, and the mixture is kl_div, tv"):
         model(**batch, per_position_loss_weight="dpace", loss_config={"kl_div": 1.0, "tv": 1.0})
 
@@ -492,6 +493,12 @@ def test_a_head_of_its_own(pair, tmp_path):
         assert ("lm_head.weight" in load_file(tmp_path / "again/model.safetensors")) == (name == "own")
         exported = Path(export_native(tmp_path / "again", tmp_path / f"{name} there"))
         assert ("lm_head.weight" in load_file(exported / "model.safetensors")) == (name == "own")
+        assert ("has_own_lm_head" in json.loads((exported / "config.json").read_text())) == (name == "own")
+        convert(exported, tmp_path / f"{name} back", folder)
+        ours, back = (load_file(tmp_path / f / "model.safetensors") for f in ("again", f"{name} back"))
+        assert ours.keys() == back.keys() and all(torch.equal(ours[n], back[n]) for n in ours)
+        for place in (tmp_path / f"{name} back", exported):
+            assert torch.equal(SpeculatorModel.from_pretrained(place, verifier=folder).lm_head.weight, head)
         assert torch.equal(SpeculatorModel.from_pretrained(tmp_path / "again").lm_head.weight, head)
     short = state | {"lm_head.weight": theirs["lm_head.weight"][1:]}
     save_file(short, tmp_path / "own/model.safetensors")

@@ -128,7 +128,7 @@ def test_a_score_is_its_sentence():
         torch.randn(4, 2),
     )
     with torch.no_grad():
-        scores = selector.scores(unary, selector(hidden, previous)[1], ids)
+        scores = selector.scores(unary, selector(hidden, previous), ids)
         for n in range(4):
             wh = selector.hidden_projection.weight @ hidden[n]
             for c in range(2):
@@ -153,7 +153,7 @@ def test_convolution_and_scores_are_vllms():
         selector.load_state_dict({n: t[n] for n in names} | {"hidden_projection.weight": t["hidden_projection"]})
         first = t["anchors"][:, None, None].expand(-1, 1, top_k)
         previous = torch.cat([first, t["candidates"][:, :-1]], 1)  # [blocks, slots, C]
-        codes = selector(x[:, :, None].expand(-1, -1, top_k, -1), previous)[1]
+        codes = selector(x[:, :, None].expand(-1, -1, top_k, -1), previous)
         behind_each = [y[:, :, None].expand(-1, -1, top_k, -1) for y in (t["unary"], t["candidates"])]
         scores = selector.scores(behind_each[0], codes, behind_each[1])
         torch.testing.assert_close(scores, t["edges"], rtol=1e-5, atol=1e-5)
@@ -242,7 +242,7 @@ def block_rows(model, row, features, start, k):
     with torch.no_grad():
         hidden = served_states(model, row, features, start)[0, first:]
         unary, ids = model.lm_head(hidden).topk(model.config.selector_top_k, -1)
-        codes = model.candidate_selector(hidden, row[start : start + k])[1]
+        codes = model.candidate_selector(hidden, row[start : start + k])
         few = model.candidate_selector.scores(unary, codes, ids).softmax(-1)
     return torch.zeros(k, model.config.draft_vocab_size).scatter(-1, ids, few)
 

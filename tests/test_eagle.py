@@ -26,6 +26,7 @@ from speculators_nb.core.registry import DynamicTreeTokenProposalConfig, GreedyT
 from speculators_nb.decode.tree import Drafter, Sampling
 from speculators_nb.decode.tree_growth import dynamic_tree
 from speculators_nb.models.base import SpeculatorModel
+from speculators_nb.models.convert import convert
 from speculators_nb.models.eagle import EagleSpeculator, EagleSpeculatorConfig, feature_noise
 from speculators_nb.nn.layers import draft_layer_config
 from speculators_nb.serve.vllm_contract import check_vllm_contract
@@ -249,6 +250,13 @@ def test_padding_changes_nothing():
             model(ids, features, attention_mask=torch.ones(1, 6), past_key_values=cache)
         with pytest.raises(TypeError, match="no document_ids"):
             model(ids, features, forward_num_total=2)
+
+
+def test_a_mask_shows_the_steps_that_are_trained():
+    "EAGLE one, HASS several; another drafter's word for them, of the explorer, comes first."
+    model, batch, _ = random_model(0)
+    for options, steps in ((dict(forward_num_total=3), 3), ({}, 1), (dict(ttt_steps=2), 2)):
+        assert model.training_mask(batch, **options).keys == steps * batch["input_ids"].shape[1]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -584,6 +592,12 @@ def test_native_layout(folder, tmp_path):
         not {"speculators_model_type", "layer_types"} & config.keys()
         and LlamaConfig.from_pretrained(tmp_path / "native").hidden_size == H
     )
+    assert "logit_scale" not in config
+    model.target_head.scale = 0.5  # of a Cohere's or Granite's verifier: vLLM reads the drafter's own config.json
+    model.save_native(tmp_path / "scaled")
+    assert json.loads((tmp_path / "scaled/config.json").read_text())["logit_scale"] == 0.5
+    with pytest.raises(ValueError, match="logit_scale is 0.5"):  # for another verifier
+        convert(tmp_path / "scaled", tmp_path / "no", folder)
     with pytest.raises(ValueError, match="fusion_bias=True: vLLM"):
         fresh(folder, fusion_bias=True).save_native(tmp_path / "no")
     torch.manual_seed(0)

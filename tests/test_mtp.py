@@ -240,6 +240,15 @@ def test_rows_too_short_for_all_steps():
             assert (model(**short, **options)[1] > 0) == (n > 2)
 
 
+def test_a_mask_shows_what_a_step_attends_to():
+    "The past of its own step, or as served that of the first step and its own later keys."
+    model, batch = random_model(0, "qwen3")
+    L = len(batch["input_ids"][0])
+    packed = dict(document_ids=torch.zeros(1, L, dtype=torch.long))
+    assert model.training_mask(packed).keys == L
+    assert model.training_mask(packed, as_served=True).keys == model.config.num_speculative_steps * L
+
+
 # ------------------------------------------------------------------------------------------------ drafting
 @pytest.mark.parametrize("seed", range(8))
 def test_drafting_is_what_as_served_trains(seed):

@@ -236,6 +236,8 @@ def test_read_from_the_verifiers_checkpoint(case, tmp_path):
     assert found.keys() == case.state.keys() and all(torch.equal(w, case.state[n]) for n, w in found.items())
     model = drafter_of(case)
     assert type(model) is MTPStackModel and model.config.verifier_norm and len(model.layers) == case.n
+    row = dict(document_ids=torch.tensor([[0, 0, 1]]))
+    assert model.training_mask(row).mask.dense(3, 3).tolist() == [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
     verify_training_compatible(model)
     converted = SpeculatorModel.from_pretrained(convert(case.folder, tmp_path / "d", verifier=str(case.folder)))
     assert all(torch.equal(w, converted.state_dict()[n]) for n, w in found.items())

@@ -368,18 +368,19 @@ def test_rules_of_serving_name_what_they_find():
     raw = {rules.LAYER: {"model_type": "mamba", "hidden_act": "relu"}, "layers": [2, 9]}
     each = [rules.known_layer_family, rules.silu_only, rules.layers_returned("layers"), rules.written("depth", why="x")]
     found = [sentence for rule in each for sentence in rule(raw, PretrainedConfig(num_hidden_layers=4))]
-    assert len(found) == 4 and rules.silu_only({}) == []
+    assert len(found) == 4 and list(rules.silu_only({})) == []
     for ids, family, wrong in (([0, 2], "deepseek_v3", 1), ([1, 2], "deepseek_v3", 0), ([0, 2], "llama", 0)):
         verifier = AutoConfig.for_model(family, num_hidden_layers=4)
-        assert len(rules.layers_returned("layers")({"layers": ids}, verifier)) == wrong
+        assert len(list(rules.layers_returned("layers")({"layers": ids}, verifier))) == wrong
     rope = dict(rope_type="longrope", original_max_position_embeddings=4096)
     nested = dict(sliding_attention=rope, full_attention=rope)
     yarn = dict(rope_type="yarn", original_max_position_embeddings=4096)
     short, ratio = yarn | dict(factor=4.0), yarn | dict(factor=None)
     layers = [dict(rope_parameters=given) for given in (rope, nested, short, ratio)]
     layers += [dict(rope_parameters=short, max_position_embeddings=n) for n in (16384, 32768)]
-    said = map(rules.served_rope, layers)
-    assert [tuple(map(len, pair)) for pair in said] == [(0, 1), (1, 0), (0, 0), (1, 0), (0, 0), (0, 1)]
+    each = rules.rope_as_trained, rules.rope_of_some_requests
+    said = [tuple(len(list(rule({rules.LAYER: layer}))) for rule in each) for layer in layers]
+    assert said == [(0, 1), (1, 0), (0, 0), (1, 0), (0, 0), (0, 1)]
 
 
 def test_no_server_returns_what_enters_layer_0_of_a_deepseek_verifier(tmp_path):

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from statistics import mean, median
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
@@ -77,13 +78,17 @@ def training_flops(
     **kwargs,  # of the model's forward pass in training, from `get_trainer_kwargs`
 ) -> float:  # FLOPs for each position of the row, padding left out
     """What a training step costs: forward and backward, head and targets included; the
-    optimizer is left out (its products do not grow with the row)."""
+    optimizer is left out (its products do not grow with the row). Errors: ValueError for a row
+    that is all padding."""
+    positions = int((batch["document_ids"] >= 0).sum())
+    if not positions:
+        raise ValueError("document_ids: the row is all padding; give one with a position")
     training = model.training
     model.train()
     flops = count_flops(lambda: model(**batch, **kwargs)[1].backward())
     model.zero_grad()
     model.train(training)
-    return flops / int((batch["document_ids"] >= 0).sum())
+    return flops / positions
 
 # %% ../../nbs/evaluate/02_cost.ipynb #5b4400e2
 class Metered:
@@ -160,7 +165,8 @@ def draft_cost(
     k: int = 4,  # tokens drafted in a step
     max_new_tokens: int = 32,  # of each answer
 ) -> dict:  # flops, weights, time of one block, as shares of the verifier's for one token
-    "What a block of k draft tokens costs while real prompts are decoded greedily."
+    """What a block of k draft tokens costs while real prompts are decoded greedily. Errors:
+    ValueError where no step requests k tokens."""
     check_options(dict(k=k, max_new_tokens=max_new_tokens))
     check_prompts(prompts)
     one = verifier_cost(verifier)
@@ -173,6 +179,11 @@ def draft_cost(
             generate(verifier, watched, prompt, k=k, max_new_tokens=max_new_tokens)
         # near its end an answer requests fewer tokens
         costs = [cost for requested, cost in watched.costs if requested == k]
+        if not costs:
+            raise ValueError(
+                f"max_new_tokens={max_new_tokens}: no step of an answer drafts k={k} tokens; "
+                "give more of them, and a k from 1 on"
+            )
         average = median if name == "time" else mean
         found[name] = average(costs) / one[name]
     return found
@@ -183,5 +194,8 @@ def expected_speedup(
     cost: float,  # of a block, in forward passes of the verifier over one token
     verify: float = 1.0,  # of the pass over k+1 tokens, in plain passes
 ) -> float:  # how many times faster than plain decoding
-    "Tokens a step over what a step costs (2211.17192, theorem 3.8)."
+    """Tokens a step over what a step costs (2211.17192, theorem 3.8); columns of a table too.
+    Errors: ValueError for a step that costs nothing."""
+    if np.any(np.less_equal(verify + cost, 0)):
+        raise ValueError(f"verify={verify} and cost={cost}: a step costs more than nothing")
     return mean_length / (verify + cost)

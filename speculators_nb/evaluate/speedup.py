@@ -71,11 +71,16 @@ def speedups(
     prompt: float = 0.0,  # share of plain decoding's time that reads the prompt
 ) -> list[float]:  # with 0, 1, 2, … draft tokens
     """Expected speed-up over plain decoding (2211.17192, theorem 3.8, with a measured
-    verifier). Errors: as of `step_costs`, and ValueError for no lengths."""
+    verifier). Errors: as of `step_costs`, and ValueError for no lengths, and for a step without
+    a token or without a cost."""
     if not len(lengths):
         raise ValueError("lengths is empty: give tokens a step with 0, 1, 2, … draft tokens")
+    if any(tokens <= 0 for tokens in lengths):
+        raise ValueError(f"lengths={list(lengths)}: a step gives more than 0 tokens")
     costs = step_costs(len(lengths) - 1, cost, verify, parallel, proposed)
     times = [prompt + (1 - prompt) * step / tokens for step, tokens in zip(costs, lengths)]
+    if any(time <= 0 for time in times):
+        raise ValueError(f"cost={cost} and verify={verify}: a step costs more than nothing")
     return [1 / time for time in times]
 
 

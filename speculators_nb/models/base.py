@@ -583,6 +583,12 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         fields = {name: getattr(cls.config_class, name) for name in cls.config_arguments}
         return cls.forward_arguments() | fields | cls.training_defaults
 
+    def generator(self, seed: int) -> torch.Generator:
+        """What a step draws its rows with. Evaluation always draws the same; training takes its seeds from torch's own
+        generator, which a trainer seeds, saves and restores."""
+        drawn = int(torch.randint(2**62, ())) if self.training else seed
+        return torch.Generator().manual_seed(drawn)
+
     @classmethod
     def get_trainer_kwargs(cls, **training_args) -> tuple[dict[str, Any], dict[str, Any]]:
         """What `forward` is called with, in training and in evaluation, by a trainer's arguments, those of other parts

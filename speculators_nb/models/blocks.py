@@ -9,7 +9,7 @@ __all__ = ['Rope', 'BLOCK_RULES', 'as_qwen3_layers', 'Projections', 'BlockAttent
            'cached_block_attention', 'no_longrope', 'window_covers_block', 'drafts_as_trained']
 
 # %% ../../nbs/models/09_blocks.ipynb #blkA0003
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -174,18 +174,17 @@ def cached_block_attention(
     return attend
 
 # %% ../../nbs/models/09_blocks.ipynb #blk00026
-def no_longrope(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def no_longrope(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "vLLM's block drafters have no table of longrope's angles."
     rope = layer_of(raw).get("rope_parameters") or {}
-    if rope.get("rope_type") != "longrope":
-        return []
-    return [
-        f"{LAYER}.rope_parameters.rope_type is longrope; vLLM's block drafters have no "
-        "table of its angles and fail at start, train with another"
-    ]
+    if rope.get("rope_type") == "longrope":
+        yield (
+            f"{LAYER}.rope_parameters.rope_type is longrope; vLLM's block drafters have no "
+            "table of its angles and fail at start, train with another"
+        )
 
 
-def window_covers_block(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def window_covers_block(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "A block fits into the sliding window."
     B = raw.get("block_size", 8)
     why = f"block of {B}; vLLM then hides a block's own first slots"
@@ -203,12 +202,11 @@ def drafts_as_trained(
             from_anchor = raw.get("sample_from_anchor", sample_from_anchor)
         trained = B - (not from_anchor)
         requested = first_proposal(raw).get("speculative_tokens")
-        if not isinstance(requested, int) or requested <= trained:
-            return []
-        return [
-            f"speculative_tokens is {requested}, but a block of {B} was trained to draft "
-            f"{trained}"
-        ]
+        if isinstance(requested, int) and requested > trained:
+            yield (
+                f"speculative_tokens is {requested}, but a block of {B} was trained to draft "
+                f"{trained}"
+            )
 
     return rule
 

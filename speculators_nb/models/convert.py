@@ -186,6 +186,7 @@ def convert(
     )
     with torch.device("meta"):
         model = SpeculatorModel.registered_model_class_from_config(found.config)(found.config)
+    model.not_saved = type(model).not_saved  # a whole head that was read is the drafter's own
     with atomic_folder(output, replace=False) as folder:
         model.to(commonest_dtype(found.state)).save_pretrained(folder, state_dict=found.state)
         settings: dict[str, Any] = dict(format=found.format.name, config=given)

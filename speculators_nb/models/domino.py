@@ -24,9 +24,10 @@ from speculators_nb.models.dflash import (
     DFlashDraftModel,
     DFlashSpeculatorConfig,
     SlotBias,
+    parts_of_loss,
 )
 from .drafting import PathDrafter, PathHead
-from ..nn.supervision import StepWeights, sum_and_total
+from ..nn.supervision import FIXED
 
 # %% ../../nbs/models/21_domino.ipynb #dmnA0006
 RULES.update(
@@ -80,8 +81,8 @@ class DominoDrafter(BlockReader, PathDrafter):
 
     def head(self, tokens: Tensor, features: Tensor, k: int) -> PathHead:
         "The GRU behind one block."
-        model, config = self.model, self.model.config
-        hidden = self.read_block(tokens, features, self.trained_tokens)[config.first_slot :]
+        model, config, k = self.model, self.model.config, self.trained_tokens
+        hidden = self.read_block(tokens, features, k)[-k:]
         logits = model.lm_head(hidden)
 
         def step(depth, last, of_parents):
@@ -94,7 +95,7 @@ class DominoDrafter(BlockReader, PathDrafter):
             return logits[depth] + model.embed_proj[2](code), (prefix,)
 
         state = model.prefix_gru.weight_hh_l0.new_zeros(1, config.gru_hidden_dim)
-        return PathHead(step, (state,), self.trained_tokens)
+        return PathHead(step, (state,), k)
 
 # %% ../../nbs/models/21_domino.ipynb #dmnA0014
 @SpeculatorModel.register("domino")
@@ -113,7 +114,7 @@ class DominoDraftModel(DFlashDraftModel):
         "pure_draft_prefix_len",
     )
     training_defaults: dict[str, Any] = DFlashDraftModel.training_defaults | {
-        "per_position_loss_weight": "fixed-exp-decay",
+        "per_position_loss_weight": FIXED,
     }
 
     def __init__(self, config: DominoSpeculatorConfig):
@@ -151,14 +152,12 @@ class DominoDraftModel(DFlashDraftModel):
         prefix, _ = self.read_prefix(in_front[:, self.config.first_slot :])
         codes = self.correction_code(states.hidden[:, start:], prefix[:, pure:])
         codes = F.pad(codes, (0, 0, start, 0))
-        return SlotBias(prefix, codes, self.embed_proj[2].get_parameter("weight"), None)
+        return SlotBias(codes, self.embed_proj[2].get_parameter("weight"))
 
     def step_loss(
         self,
         states: BlockStates,
         score: Callable,  # states -> HeadLoss of the slots with loss, metrics
-        gamma: float,  # these two as in `slot_decay`
-        step_weights: StepWeights,
         upstream: bool,  # metrics as upstream reports them
         progress: float | None = None,  # share of the steps that are done; None: no training
         lambda_base_start: float = 1.0,  # these two as in `base_weight`
@@ -170,11 +169,9 @@ class DominoDraftModel(DFlashDraftModel):
         if ce_from_data:
             score = partial(score, labels=self.data_labels(states.input_ids))
         out, metrics = score(states)
-        blocks = states.blocks
-        count = blocks.supervised.sum().float()
         # `score` divides by the number of slots, Domino by the sum of their decaying weights
-        decay = self.slot_decay(blocks.supervised, gamma, step_weights, blocks.slots).sum()
-        scale = (count + 1e-5) / decay.clamp_min(1e-12)
+        count = states.blocks.supervised.sum().float()
+        scale = (count + 1e-5) / states.decay.sum().clamp_min(1e-12)
         losses = {"final_loss": scale * out.loss}
         weight = base_weight(progress, lambda_base_start, lambda_base_decay_ratio)
         if weight or not self.training:
@@ -183,10 +180,8 @@ class DominoDraftModel(DFlashDraftModel):
         loss = losses["final_loss"]
         if weight:
             loss = (1 - weight) * loss + weight * losses["base_loss"]
-        total = torch.ones_like(count) if upstream else count
-        for name, one in (losses | {"loss": loss}).items():
-            metrics |= sum_and_total(name, one.detach() * total, total)
-        return loss, metrics
+        losses["loss"] = loss
+        return loss, metrics | parts_of_loss(losses, states.blocks, upstream)
 
     def drafter(self) -> DominoDrafter:
         "This model as a `tree.Drafter`."

@@ -188,10 +188,11 @@ class CachedDrafter:
         self,
         model: Any,  # a SpeculatorModel with a `rotary`
         aux_layer_ids: tuple[int, ...],  # verifier layers that it reads
-        trained_tokens: int | None,  # how many it was trained to draft; None: not known
+        trained_tokens: int | None = None,  # that it drafts in a row; None: as the config says
     ):
-        self.model = model.eval()
-        self.aux_layer_ids = aux_layer_ids
+        self.model, self.aux_layer_ids = model.eval(), aux_layer_ids
+        if trained_tokens is None:
+            trained_tokens = deepest_proposal(model.config.speculators_config)
         self.trained_tokens = trained_tokens
         self.reset()
 
@@ -243,7 +244,8 @@ class CachedDrafter:
 # %% ../../nbs/models/03_drafting.ipynb #f80dbb70
 class ChainDrafter(CachedDrafter):
     """Drafts one token after the other, or the nodes of a tree level by level. A subclass says
-    `first_states`, `step` and `logits`; `first_position` is the position of the first key."""
+    `first_states` and `step`, and `logits` where the model has no such method; `first_position`
+    is the position of the first key."""
 
     first_position = 1  # a drafter of shifted rows reads (x_1, g_0) first
     goes_on: Callable[[Tensor], bool] | None = None  # of a token's logits [1, Vd]
@@ -263,7 +265,7 @@ class ChainDrafter(CachedDrafter):
 
     def logits(self, states: Tensor) -> Tensor:  # [n, H] -> [n, Vd]
         "The next token's logits."
-        raise NotImplementedError
+        return self.model.logits(states)
 
     def next_input(self, states: Tensor) -> Tensor:  # [n, H] -> [n, H]
         "What the next step reads of this step's output."

@@ -10,7 +10,7 @@ __all__ = ['MARKOV_HEADS', 'DSPARK_RULES', 'DSparkSpeculatorConfig', 'MarkovHead
 
 # %% ../../nbs/models/11_dspark.ipynb #d6655d17
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from speculators_nb.models.dflash import (
     DFlashDraftModel,
     DFlashSpeculatorConfig,
     SlotBias,
+    parts_of_loss,
 )
 from .drafting import PathDrafter, PathHead
 from speculators_nb.models.serving_rules import (
@@ -37,7 +38,7 @@ from speculators_nb.models.serving_rules import (
     written,
 )
 from ..nn.anchors import Blocks
-from ..nn.supervision import StepWeights, sum_and_total
+from ..nn.supervision import FIXED, sum_and_total
 
 # %% ../../nbs/models/11_dspark.ipynb #bf7c6973
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
@@ -232,7 +233,7 @@ class DSparkDrafter(BlockReader, PathDrafter):
         "The Markov head behind one block."
         model, markov = self.model, self.model.markov_head
         hidden = self.read_block(tokens, features, k)
-        predicting = self.predicting = hidden[model.config.first_slot :]
+        predicting = self.predicting = hidden[-k:]
         logits = model.lm_head(predicting)
         states = ()
 
@@ -274,30 +275,27 @@ class DSparkDrafter(BlockReader, PathDrafter):
         return tree.settled() if tokens.device.type == "cpu" else tree
 
 # %% ../../nbs/models/11_dspark.ipynb #blkB0010
-def served_markov_head(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def served_markov_head(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "vLLM's DSpark has always a Markov head, of one kind."
-    found = []
     if raw.get("markov_rank", 1) < 1:
-        found.append(
+        yield (
             "markov_rank is 0; vLLM's DSpark has always a Markov head, train with "
             "markov_rank > 0 (or dflash)"
         )
     kind = raw.get("markov_head_type", "vanilla")
     if kind != "vanilla":
-        found.append(f"markov_head_type is {kind!r}; vLLM serves vanilla alone")
-    return found
+        yield f"markov_head_type is {kind!r}; vLLM serves vanilla alone"
 
 
-def sliding_is_causal(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def sliding_is_causal(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "vLLM's sliding layers are causal in the block."
     by_kind = layer_of(raw).get("is_causal") is None  # that one comes first
     slides = by_kind and "sliding_attention" in layer_types_of(raw)
-    if not slides or not raw.get("sliding_window_non_causal"):
-        return []
-    return [
-        "sliding_window_non_causal is True; vLLM's DSpark makes sliding layers causal in the "
-        "block, train with False, or with is_causal=False"
-    ]
+    if slides and raw.get("sliding_window_non_causal"):
+        yield (
+            "sliding_window_non_causal is True; vLLM's DSpark makes sliding layers causal in "
+            "the block, train with False, or with is_causal=False"
+        )
 
 
 DSPARK_RULES: tuple[Rule, ...] = (
@@ -335,7 +333,7 @@ class DSparkDraftModel(DFlashDraftModel):
     )
     training_defaults: dict[str, Any] = DFlashDraftModel.training_defaults | {
         "loss_fn": "kl_div",
-        "per_position_loss_weight": "fixed-exp-decay",
+        "per_position_loss_weight": FIXED,
     }
 
     def __init__(self, config: DSparkSpeculatorConfig):
@@ -357,7 +355,7 @@ class DSparkDraftModel(DFlashDraftModel):
         # share a vanilla bias
         shared = states.lean and head.kind == "vanilla"
         row_codes = head.markov_w1(states.input_ids) if shared else None
-        return SlotBias(embeds, codes, head.markov_w2.weight, row_codes)
+        return SlotBias(codes, head.markov_w2.weight, row_codes, embeds)
 
     def confidence(
         self, hidden: Tensor, embeds: Tensor | None
@@ -371,29 +369,25 @@ class DSparkDraftModel(DFlashDraftModel):
         self,
         states: BlockStates,
         score: Callable,  # states -> HeadLoss of the slots with loss, metrics
-        gamma: float,  # slots over which a weight falls by a factor of e
-        step_weights: StepWeights,  # instead: B weights, or a function of the slot
         upstream: bool,  # metrics as upstream reports them
         confidence_head_alpha: float = 1.0,  # weight of the confidence loss
     ) -> tuple[Tensor, dict[str, Tensor]]:  # loss, metrics
         "The loss of the slots, and the confidence loss."
         out, metrics = score(states)
         blocks, hidden, bias = states.blocks, states.hidden, states.bias
-        supervised, first = blocks.supervised, self.config.first_slot
+        first = self.config.first_slot
         accept = out.accept.detach()
         metrics |= acceptance_metrics(accept, blocks, first, upstream)
         if self.confidence_head is None:
             return out.loss, metrics
         embeds = None if bias is None else blocks.with_values(bias.embeds)
         logits = self.confidence(blocks.with_values(hidden), embeds)
-        weight = self.slot_decay(supervised, gamma, step_weights, blocks.slots)
         errors = F.binary_cross_entropy_with_logits(logits, accept, reduction="none")
-        count = supervised.sum().float()
-        confidence_loss = (weight * errors).sum() / (count + 1e-8)
+        count = blocks.supervised.sum().float()
+        confidence_loss = (states.decay * errors).sum() / (count + 1e-8)
         loss = out.loss + confidence_head_alpha * confidence_loss
-        total = torch.ones_like(count) if upstream else count
-        metrics |= sum_and_total("loss", loss.detach() * total, total)
-        metrics |= sum_and_total("confidence_loss", confidence_loss.detach() * total, total)
+        parts = {"loss": loss, "confidence_loss": confidence_loss}
+        metrics |= parts_of_loss(parts, blocks, upstream)
         confidence = logits.detach().sigmoid()
         return loss, metrics | confidence_metrics(confidence, accept, blocks, first, upstream)
 

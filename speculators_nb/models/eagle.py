@@ -27,14 +27,20 @@ from .base import ForwardOutput, SpeculatorModel
 from speculators_nb.models.drafting import (
     ChainDrafter,
     as_cache,
-    deepest_proposal,
     padded_attention,
     step_mask,
 )
-from .eagle3 import LeanSteps, StepInputs, StepOutput, TrainingTimeTest
+from speculators_nb.models.eagle3 import (
+    LeanSteps,
+    StepInputs,
+    StepOutput,
+    dense_hidden,
+    ttt_mask,
+    ttt_training_mask,
+)
 from .formats import format_named
 from .serving_rules import own_layout
-from ..nn.attention import attention_back_end
+from ..nn.attention import MaskSize, attention_back_end
 from ..nn.compiled import to_device
 from ..nn.layers import DecoderLayer, RMSNorm, Rotary, take_rows
 from ..nn.losses import HeadLoss, head_loss, parse_loss
@@ -44,6 +50,7 @@ from speculators_nb.nn.supervision import (
     chain_metrics,
     on_host,
     row_weights,
+    shift_by_one,
     sum_and_total,
     supervised_steps,
     ttt_supervision,
@@ -120,8 +127,7 @@ class EagleDrafter(ChainDrafter):
 
     def __init__(self, model: "EagleSpeculator"):
         model._check_attached()
-        depth = deepest_proposal(model.config.speculators_config)
-        super().__init__(model, (model.verifier_layers,), depth)
+        super().__init__(model, (model.verifier_layers,))
 
     def first_states(self, features: Tensor) -> Tensor:  # [m, H] -> [m, H]
         return self.model.target_head.norm(features)
@@ -131,9 +137,6 @@ class EagleDrafter(ChainDrafter):
         positions = self.positions(len(ids), ancestors)
         mask = None if ancestors is None else ancestors[None, None]
         return self.model.step(ids[None], states[None], positions[None], self.cache, mask)[0]
-
-    def logits(self, states: Tensor) -> Tensor:  # [n, H] -> [n, V]
-        return self.model.logits(states)
 
     @torch.inference_mode()
     def draft_tree(
@@ -150,7 +153,7 @@ class EagleDrafter(ChainDrafter):
 
 # %% ../../nbs/models/05_eagle.ipynb #1693be27
 @SpeculatorModel.register("eagle")
-class EagleSpeculator(AttachableVerifier, TrainingTimeTest):
+class EagleSpeculator(AttachableVerifier):
     """EAGLE ([2401.15077](https://arxiv.org/abs/2401.15077)): the verifier's feature and the
     token that followed in, its next feature out."""
 
@@ -164,6 +167,8 @@ class EagleSpeculator(AttachableVerifier, TrainingTimeTest):
     single_layer = "EAGLE has one draft layer"
     served_as = "eagle", False
     serving_rules = (own_layout("EAGLE-1 drafters"),)
+    shift = staticmethod(shift_by_one)
+    mask, dense_hidden = ttt_mask, dense_hidden
 
     def __init__(
         self,
@@ -231,6 +236,13 @@ class EagleSpeculator(AttachableVerifier, TrainingTimeTest):
         logits = self.lm_head(features.to(self.lm_head.weight.dtype))
         return self.target_head.finish(logits.float())
 
+    def training_mask(
+        self, batch: dict[str, Tensor], forward_num_total: int = 1, **others
+    ) -> MaskSize:  # as `ttt_training_mask`
+        "What a query attends to at the last step."
+        steps = {"ttt_steps": forward_num_total} | others
+        return ttt_training_mask(self, batch, **steps)
+
     def step(
         self,
         ids: Tensor,  # [B, N]
@@ -245,24 +257,6 @@ class EagleSpeculator(AttachableVerifier, TrainingTimeTest):
         rope = self.rotary(x, positions)
         attend = padded_attention(cache, rope, self.transformer.window, mask, weights)
         return self.predicted(self.transformer(x, attend))
-
-    def logits_forward(
-        self,
-        input_ids: Tensor,  # [B, N] tokens x_{i+1}
-        hidden_states: Tensor,  # [B, N, H] features f_i, after the final norm
-        attention_mask: Tensor | None,  # [B, past + N], 1: real; or 4-D; None: all
-        position_ids: Tensor | None,  # [B, N]; None: counted on from the cache
-        cache: DynamicCache,  # extended in place
-        weights: list[Tensor] | None = None,  # gets the attention's
-    ) -> tuple[Tensor, Tensor]:  # logits [B, N, V], predicted features [B, N, H]
-        "Draft logits. Errors: ValueError for a mask of another length."
-        past, n = cache.get_seq_length(), input_ids.shape[1]
-        if position_ids is None:
-            counted = torch.arange(past, past + n, device=input_ids.device)
-            position_ids = counted.expand_as(input_ids)
-        mask = step_mask(attention_mask, past, n, self.transformer.window)
-        features = self.step(input_ids, hidden_states, position_ids, cache, mask, weights)
-        return self.logits(features), features
 
     def training_step(
         self,
@@ -406,10 +400,14 @@ class EagleSpeculator(AttachableVerifier, TrainingTimeTest):
                 f"hidden_states is {[*hidden_states.shape]}; beside input_ids it is {wanted}"
             )
         cache = as_cache(past_key_values)
+        past, n = cache.get_seq_length(), input_ids.shape[1]
+        if position_ids is None:
+            counted = torch.arange(past, past + n, device=input_ids.device)
+            position_ids = counted.expand_as(input_ids)
+        mask = step_mask(attention_mask, past, n, self.transformer.window)
         weights = [] if output_attentions else None
-        logits, features = self.logits_forward(
-            input_ids, hidden_states, attention_mask, position_ids, cache, weights
-        )
+        features = self.step(input_ids, hidden_states, position_ids, cache, mask, weights)
+        logits = self.logits(features)
         if return_dict is False:
             return logits
         keep = past_key_values is not None if use_cache is None else use_cache
@@ -428,7 +426,8 @@ class EagleSpeculator(AttachableVerifier, TrainingTimeTest):
         "eagle". Errors: ValueError for what that layout has no place for."""
         self._check_attached()
         tensors = self.saved_state() | {"embed_tokens.weight": self.embed_tokens.weight}
-        format_named("eagle").write(self.config, tensors, folder, served=True)
+        scale = self.target_head.scale
+        format_named("eagle").write(self.config, tensors, folder, served=True, scale=scale)
 
     def drafter(self) -> EagleDrafter:
         "This model as a `tree.Drafter`."

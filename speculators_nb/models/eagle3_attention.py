@@ -42,13 +42,12 @@ class AttentionRecorder(Eagle3Drafter):
         states: Tensor,  # [n, H]
         ids: Tensor,  # [n] the tokens that follow them
         ancestors: Tensor | None = None,  # nodes of a tree are not recorded
-        length: int | None = None,  # of the text, as in `Rotary.forward`
     ) -> Tensor:  # [n, H]
         "As `Eagle3Drafter.step`, recording the newest query."
         if ancestors is not None:
-            return super().step(states, ids, ancestors, length)
+            return super().step(states, ids, ancestors)
         layer = self.model.layers[0]
-        rope = self.model.rotary(states, self.positions(len(ids)), length)
+        rope = self.model.rotary(states, self.positions(len(ids)))
         hidden, embeds = self.model.next_inputs(ids, states)
         attend = cached_attention(self.cache, 0, rope)
 

@@ -301,6 +301,17 @@ def flat_config(config: PretrainedConfig, **others) -> dict[str, Any]:  # -> a c
     return fields | others
 
 
+NO_SCALE = {"logit_scale": (None, 1)}  # vLLM (0.32) multiplies the logits of EAGLE-3, P-EAGLE and Medusa by it
+
+
+def check_neutral(native: NativeCheckpoint, options: dict[str, tuple], block: str | None = None):
+    "Errors: ValueError for an option with a value that has an effect: the drafter here does not have it."
+    for name, neutral in options.items():
+        value = native.config_value(name, block=block)
+        if value not in neutral:
+            raise ValueError(f"{native.name}: {name} is {value!r}, and a drafter of this kind has no such option here")
+
+
 def count_layers(names: Iterable[str], pattern: str = r"layers\.(\d+)\.") -> int:
     "How many decoder layers there are, or what else a number in the tensors' names counts: one more than the highest."
     found = [re.match(pattern, name) for name in names]
@@ -310,30 +321,26 @@ def count_layers(names: Iterable[str], pattern: str = r"layers\.(\d+)\.") -> int
 BORROWED = {"embed_tokens.weight": "embeddings", "lm_head.weight": "head"}
 
 
-def check_copy(name: str, own: torch.Tensor, theirs: torch.Tensor, target: Target, source: str, tolerance: float):
-    "Errors: ValueError for a tensor that is not a copy of the verifier's; the tolerance is of its largest entry."
-    if own.shape != theirs.shape:
-        raise ValueError(
-            f"{source}: {name} is {tuple(own.shape)}, that of verifier {target.path!r} "
-            f"{tuple(theirs.shape)}; the drafter is for another verifier"
-        )
-    gap = (own.float() - theirs.float()).abs().max() / theirs.float().abs().max()
-    if not gap <= tolerance:
-        raise ValueError(
-            f"{source}: {name} differs from that of verifier {target.path!r} by {gap:.2g} of its largest entry, and "
-            "this format has no place for a drafter's own; is the drafter for another verifier?"
-        )
-
-
-def without_borrowed(tensors: Tensors, target: Target, source: str, tolerance: float = 0.01) -> Tensors:
-    """Leave out copies of the verifier's tensors. They are compared where its weights are here; the tolerance, of the
-    largest entry, allows for rounded copies. Errors: ValueError for what is no copy."""
+def without_borrowed(tensors: Tensors, target: Target, source: str) -> Tensors:
+    """Leave out copies of the verifier's tensors, rounded ones too. They are compared where its weights are here.
+    Errors: ValueError for what is no copy."""
     for name in [name for name in BORROWED if name in tensors]:
         try:
             theirs = load_verifier_tensors(target.path)[BORROWED[name]]
         except FileNotFoundError:
             continue
-        check_copy(name, tensors[name], theirs, target, source, tolerance)
+        own = tensors[name]
+        if own.shape != theirs.shape:
+            raise ValueError(
+                f"{source}: {name} is {tuple(own.shape)}, that of verifier {target.path!r} "
+                f"{tuple(theirs.shape)}; the drafter is for another verifier"
+            )
+        gap = (own.float() - theirs.float()).abs().max() / theirs.float().abs().max()
+        if not gap <= 0.01:
+            raise ValueError(
+                f"{source}: {name} differs from that of verifier {target.path!r} by {gap:.2g} of its largest entry, "
+                "and nothing says that it is the drafter's own; is the drafter for another verifier?"
+            )
     return {name: w for name, w in tensors.items() if name not in BORROWED}
 
 

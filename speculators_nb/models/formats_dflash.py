@@ -15,12 +15,14 @@ from .dflash2 import NEW_FIELDS
 from .domino import DominoSpeculatorConfig
 from .dspark import DSparkSpeculatorConfig
 from .formats import (
+    NO_SCALE,
     FieldsAndTensors,
     Folder,
     NativeCheckpoint,
     NativeFormat,
     Target,
     Tensors,
+    check_neutral,
     count_layers,
     flat_config,
     inverse,
@@ -42,25 +44,24 @@ from .xpress import XPRESS_LAYOUT_RULES, XPressSpeculatorConfig
 # all layers; where neither is written, layers with a sliding window are causal and full ones are not.
 
 NEUTRAL_VALUES = {
-    "input_embedding_scale": (None, 1, 1.0),
-    "attention_value_scale": (None, 1, 1.0),
+    "input_embedding_scale": (None, 1),
+    "attention_value_scale": (None, 1),
     "draft_shift": (None, False),
     "hidden_dim_adapter": (None, False),
     "is_neox_style": (None, True),
-    "logit_scale": (None, 1, 1.0),
-}  # option that this drafter does not have -> values with which it has no effect
+} | NO_SCALE  # option that this drafter does not have -> values with which it has no effect
 NEUTRAL_VALUES_OF_LOGITS = {
-    "output_multiplier": (None, 1, 1.0),
-    "final_logit_softcapping": (None, 0, 0.0),
+    "output_multiplier": (None, 1),
+    "final_logit_softcapping": (None, 0),
 }  # the same, of DFlash2 alone
 
 
-def check_no_unknown_options(native: NativeCheckpoint, options: dict[str, tuple] = NEUTRAL_VALUES):
+OWN_HEAD = "has_own_lm_head"  # in vLLM (0.32): a head over the whole vocabulary is the drafter's own
+
+
+def check_no_unknown_options(native: NativeCheckpoint):
     "Errors: ValueError for an option that changes the drafter and that ours does not have."
-    for name, neutral in options.items():
-        value = native.config_value(name, block="dflash_config")
-        if value not in neutral:
-            raise ValueError(f"{native.name}: {name} is {value!r}; a DFlash drafter here has no such option")
+    check_neutral(native, NEUTRAL_VALUES, "dflash_config")
     if (native.folder / "mask_embedding.pt").exists():
         raise ValueError(
             f"{native.name}: mask_embedding.pt replaces the embedding of the mask token; a "
@@ -111,11 +112,12 @@ def dflash_layers(native: NativeCheckpoint, target: Target, names: list[str]) ->
 
 
 def dflash_tensors(native: NativeCheckpoint, target: Target) -> Tensors:  # our names
-    "Tensors of a DFlash checkpoint. Errors: ValueError for a copy that is not the verifier's."
+    """Tensors of a DFlash checkpoint: its own head is of a part of the vocabulary, or config.json says so in vLLM's
+    word. Errors: ValueError for a copy that is not the verifier's."""
     tensors = native.tensors()
     mapping = vocab_mapping(tensors, target.config.vocab_size, native.name)
     own = dict(mapping)
-    if mapping and "lm_head.weight" in tensors:
+    if "lm_head.weight" in tensors and (mapping or native.config_value(OWN_HEAD, block="dflash_config")):
         own["lm_head.weight"] = tensors["lm_head.weight"]
     others = {n: w for n, w in tensors.items() if n not in {"t2d", "d2t", *own}}
     return without_borrowed(others, target, native.name) | own
@@ -156,22 +158,22 @@ def sizes_of(native: NativeCheckpoint, names: Iterable[str], **defaults: Any) ->
 
 def read_dflash2(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     "Read a DFlash2 checkpoint. Errors: as from `read_dflash`; ValueError for a missing size."
-    check_no_unknown_options(native, NEUTRAL_VALUES_OF_LOGITS)
+    check_neutral(native, NEUTRAL_VALUES_OF_LOGITS, "dflash_config")
     fields, tensors = read_dflash(native, target)
     return fields | sizes_of(native, NEW_FIELDS), tensors
 
 
-def dflash_config_json(config: DFlashSpeculatorConfig, target: Target | None = None) -> dict[str, Any]:
+def dflash_config_json(config: DFlashSpeculatorConfig, tensors: Tensors, target: Target | None) -> dict[str, Any]:
     """The config of z-lab's layout. Errors: ValueError for a drafter that samples from the
     anchor, which the layout has no field for."""
     if config.sample_from_anchor:
         raise ValueError(
             "sample_from_anchor is True: z-lab's layout has no field for it; train with sample_from_anchor=False"
         )
-    return block_config_json(config, target)
+    return block_config_json(config, tensors, target)
 
 
-def block_config_json(config: DFlashSpeculatorConfig, target: Target | None) -> dict[str, Any]:
+def block_config_json(config: DFlashSpeculatorConfig, tensors: Tensors, target: Target | None) -> dict[str, Any]:
     "What the layouts of block drafters have in common."
     layer = config.transformer_layer_config
     block: dict[str, Any] = dict(
@@ -183,7 +185,8 @@ def block_config_json(config: DFlashSpeculatorConfig, target: Target | None) -> 
         block["causal"] = not config.sliding_window_non_causal
     if getattr(layer, SINKS, None):
         block["attention_sink_bias"] = True
-    optional = dict(
+    whole = "lm_head.weight" in tensors and config.draft_vocab_size == config.target_vocab_size
+    optional = {OWN_HEAD: whole or None} | dict(
         target_hidden_size=config.target_hidden_size,
         speculative_tokens=config.proposed_tokens,
         num_target_layers=target and target.config.num_hidden_layers,
@@ -200,7 +203,7 @@ def block_config_json(config: DFlashSpeculatorConfig, target: Target | None) -> 
 
 def write_dflash(config: DFlashSpeculatorConfig, tensors: Tensors, folder: Folder, target: Target | None = None):
     """Write z-lab's layout; vLLM serves it with method "dflash". Errors: as of `dflash_config_json`."""
-    write_native(folder, dflash_config_json(config, target), tensors)
+    write_native(folder, dflash_config_json(config, tensors, target), tensors)
 
 
 def read_dspark(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
@@ -228,7 +231,7 @@ def write_dspark(config: DSparkSpeculatorConfig, tensors: Tensors, folder: Folde
     without a Markov head, which the layout always has."""
     if not config.markov_rank:
         raise ValueError("markov_rank is 0: the layout always has a Markov head; train with markov_rank > 0, or dflash")
-    raw = block_config_json(config, target)
+    raw = block_config_json(config, tensors, target)
     heads = ("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov")
     anchor = dict(sample_from_anchor=config.sample_from_anchor, dspark_bonus_anchor=not config.sample_from_anchor)
     raw |= dict(architectures=["Qwen3DSparkModel"]) | anchor | {name: getattr(config, name) for name in heads}
@@ -261,7 +264,7 @@ def write_domino(config: DominoSpeculatorConfig, tensors: Tensors, folder: Folde
             f"draft_vocab_size={config.draft_vocab_size} of {config.target_vocab_size}: the layout has the verifier's "
             "whole vocabulary; train with that"
         )
-    raw = block_config_json(config, target)
+    raw = block_config_json(config, tensors, target)
     head = dict(projector_type="domino", shift_label=config.sample_from_anchor)
     head |= {name: getattr(config, name) for name in DOMINO_FIELDS}
     raw |= dict(architectures=["DFlashDraftModel"], dflash_config=raw["dflash_config"] | head)
@@ -283,11 +286,9 @@ XPRESS_TOPC = 512  # tokens of a slot that vLLM's refiner scores
 def write_xpress(config: XPressSpeculatorConfig, tensors: Tensors, folder: Folder, target: Target | None = None):
     """Write the layout that vLLM 0.33 serves with method "dflash". Errors: ValueError for a reduced vocabulary, a
     drafter that samples from the anchor, and shapes that vLLM's kernels do not have."""
-    stored = config.to_dict()
-    problems = [line for rule in XPRESS_LAYOUT_RULES for line in rule(stored, None)]
-    if problems:
+    if problems := [line for rule in XPRESS_LAYOUT_RULES for line in rule(config.to_dict(), None)]:
         raise ValueError("; ".join(problems))
-    raw = dflash_config_json(config, target) | dict(
+    raw = dflash_config_json(config, tensors, target) | dict(
         architectures=["Qwen3XPressModel"],
         sample_from_anchor=False,
         xpress_block_size=config.block_size,
@@ -349,11 +350,9 @@ def read_lilicorr(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
 def write_lilicorr(config: LiLiCorrSpeculatorConfig, tensors: Tensors, folder: Folder, target: Target | None = None):
     """Write the layout that vLLM serves with method "dflash". Errors: ValueError for a drafter that samples from the
     anchor, and for candidates that vLLM's kernel does not take."""
-    stored = config.to_dict()
-    problems = [line for rule in LILICORR_LAYOUT_RULES for line in rule(stored, None)]
-    if problems:
+    if problems := [line for rule in LILICORR_LAYOUT_RULES for line in rule(config.to_dict(), None)]:
         raise ValueError("; ".join(problems))
-    raw = dflash_config_json(config, target)
+    raw = dflash_config_json(config, tensors, target)
     block = raw["dflash_config"] | {name: getattr(config, name) for name in LILICORR_FIELDS}
     if not config.slot_convolutions:
         block = {name: value for name, value in block.items() if name not in CONVOLUTIONS}

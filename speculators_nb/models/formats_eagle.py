@@ -6,17 +6,20 @@ from functools import partial
 from typing import Any
 
 from ..nn.layers import ALIKE_FAMILIES, layer_window
+from ..nn.target_head import logit_scale
 from ..verifier.parts import load_verifier_tensors
 from ..verifier.tapped_model import check_aux_layer_ids, default_aux_layer_ids
 from .eagle import EagleSpeculatorConfig
 from .eagle3 import Eagle3DraftModel, Eagle3SpeculatorConfig
 from .formats import (
+    NO_SCALE,
     FieldsAndTensors,
     Folder,
     NativeCheckpoint,
     NativeFormat,
     Target,
     Tensors,
+    check_neutral,
     count_layers,
     flat_config,
     inverse,
@@ -48,8 +51,9 @@ EAGLE_NAMES = {
 
 
 def read_eagle(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
-    """Read an EAGLE-1, EAGLE-2 or HASS checkpoint. Errors: ValueError for an embedding or head
-    that is not the verifier's."""
+    """Read an EAGLE-1, EAGLE-2 or HASS checkpoint, whose head is the verifier's with its factor. Errors: ValueError for
+    an embedding or head that is not the verifier's."""
+    check_neutral(native, {"logit_scale": (None, logit_scale(target.config))})
     tensors = rename(native.tensors(), EAGLE_NAMES)
     layernorms = "embedding_layernorm.weight" in tensors
     if not layernorms:
@@ -91,6 +95,7 @@ def write_eagle(
     folder: Folder,
     target: Target | None = None,  # the verifier, whose embedding is written too
     served: bool = False,  # refuse what vLLM cannot serve from this layout
+    scale: float = 1.0,  # of the verifier's logits, where there is no `target`
 ):
     """Write the layout of the EAGLE repository. vLLM serves it with method "eagle" if
     `check_served_layer` finds nothing. Errors: ValueError from that check, where served."""
@@ -100,7 +105,7 @@ def write_eagle(
         embedding = load_verifier_tensors(target.path)["embeddings"]
         dtype = tensors["fusion_fc.weight"].dtype
         tensors = tensors | {"embed_tokens.weight": embedding.to(dtype)}
-    layer = config.transformer_layer_config
+    layer, scale = config.transformer_layer_config, logit_scale(target.config) if target else scale
     raw = flat_config(
         layer,
         architectures=["Qwen3ForCausalLM" if layer.model_type == "qwen3" else "LlamaForCausalLM"],
@@ -108,6 +113,8 @@ def write_eagle(
         bias=config.fusion_bias,
         speculative_tokens=config.proposed_tokens,
     )
+    if scale != 1:
+        raw["logit_scale"] = scale
     if layer_window(layer, 0) is None:
         for name in ("layer_types", "sliding_window", "use_sliding_window"):
             raw.pop(name, None)
@@ -158,9 +165,10 @@ def eagle3_layer_ids(native: NativeCheckpoint, target: Target, count: int) -> li
 
 
 def read_eagle3(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
-    """Read an EAGLE-3 research checkpoint. Errors: ValueError for one without fc.weight, a
+    """Read an EAGLE-3 research checkpoint. Errors: ValueError for one without fc.weight, a factor on its logits, a
     vocabulary that is not the verifier's, or layers as in `eagle3_layer_ids`."""
     value = partial(native.config_value, block="eagle_config")
+    check_neutral(native, NO_SCALE)
     tensors = rename(native.tensors(), EAGLE3_NAMES)
     mapping = vocab_mapping(tensors, target.config.vocab_size, native.name)
     tensors = {n: w for n, w in tensors.items() if n not in ("t2d", "d2t")} | mapping

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 
 from .formats import (
+    NO_SCALE,
     FieldsAndTensors,
     Folder,
     NativeCheckpoint,
     NativeFormat,
     Target,
     Tensors,
+    check_neutral,
     count_layers,
     register_format,
     rename,
@@ -200,7 +202,9 @@ def medusa_tensors(native: NativeCheckpoint) -> Tensors:
 
 def read_medusa(native: NativeCheckpoint, target: Target) -> FieldsAndTensors:
     """Read Medusa heads under an engine's or the original names. Errors: ValueError for heads
-    of a part of the vocabulary, or for names of neither kind."""
+    of a part of the vocabulary, with a factor on their logits, or with names of neither kind."""
+    if native.config.get("model_type") == "medusa":  # not that of the verifier that the heads are in
+        check_neutral(native, NO_SCALE)
     tensors = medusa_tensors(native)
     names = set(tensors)
     if not is_medusa(native.config, names):

@@ -10,7 +10,7 @@ __all__ = ['LILICORR_FIELDS', 'LILICORR_LAYOUT_RULES', 'LiLiCorrSpeculatorConfig
 
 # %% ../../nbs/models/22_lilicorr.ipynb #llcA0003
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import field
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,12 +31,14 @@ from speculators_nb.models.dflash import (
     DFlashDraftModel,
     DFlashSpeculatorConfig,
     masks_alone,
+    parts_of_loss,
 )
 from speculators_nb.models.dflash2 import (
     ConvolvedLayer,
     DFlash2DraftModel,
     check_candidates,
     check_convolutions,
+    check_top_k,
     drafts_all_slots,
     reset_convolutions,
 )
@@ -45,7 +47,7 @@ from .formats import save_native
 from .serving_rules import Rule, own_layout
 from ..nn.layers import DecoderLayer, RMSNorm
 from ..nn.losses import chunk_rows, head_dtype
-from ..nn.supervision import StepWeights, block_metrics, sum_and_total
+from ..nn.supervision import FIXED, block_metrics
 from ..nn.token_loss import candidate_logits
 
 # %% ../../nbs/models/22_lilicorr.ipynb #llcA0006
@@ -94,11 +96,7 @@ class LiLiCorrSpeculatorConfig(DFlashSpeculatorConfig):
                 f"lilicorr_num_heads={self.lilicorr_num_heads} must divide the width of "
                 f"{self.lattice_width} (lilicorr_hidden_size)"
             )
-        if self.lilicorr_candidate_topk > self.target_vocab_size:
-            raise ValueError(
-                f"lilicorr_candidate_topk={self.lilicorr_candidate_topk} is more than the "
-                f"verifier's vocabulary of {self.target_vocab_size}; choose at most that"
-            )
+        check_top_k(self, "lilicorr_candidate_topk")
 
     @property
     def lattice_width(self) -> int:  # W
@@ -315,15 +313,14 @@ class LiLiCorrDrafter(BlockReader, PathDrafter):
         return PathHead(step, (), k)
 
 # %% ../../nbs/models/22_lilicorr.ipynb #llcA0027
-def lattice_kernel(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def lattice_kernel(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "vLLM's kernel reads the candidates in one tile."
     top_k = raw.get("lilicorr_candidate_topk", 8)
-    if top_k <= 16 and not top_k & (top_k - 1):
-        return []
-    return [
-        f"lilicorr_candidate_topk is {top_k}; vLLM's LiLiCorr takes a power of two up to 16, "
-        "train with one"
-    ]
+    if top_k > 16 or top_k & (top_k - 1):
+        yield (
+            f"lilicorr_candidate_topk is {top_k}; vLLM's LiLiCorr takes a power of two up to "
+            "16, train with one"
+        )
 
 
 # what the layout that vLLM reads has a place for
@@ -360,7 +357,7 @@ class LiLiCorrDraftModel(DFlashDraftModel):
         "conv_group_size",
     )
     training_defaults: dict[str, Any] = DFlashDraftModel.training_defaults | {
-        "per_position_loss_weight": "fixed-exp-decay",
+        "per_position_loss_weight": FIXED,
         "sliding_window_non_causal": True,
     }
 
@@ -426,8 +423,6 @@ class LiLiCorrDraftModel(DFlashDraftModel):
         self,
         states: BlockStates,
         score: Callable,  # `block_loss` of states
-        gamma: float,  # these two as in `slot_decay`
-        step_weights: StepWeights,
         upstream: bool,  # metrics as upstream reports them
         lattice_ce_weight: float = 0.25,  # of each term
         lattice_margin_weight: float = 0.0,
@@ -451,17 +446,15 @@ class LiLiCorrDraftModel(DFlashDraftModel):
         terms = lattice_losses(
             scores_behind(scores, place), place, gaps, counted, lattice_margin
         )
-        count = blocks.supervised.sum().float()
         # `score` divides by the number of slots, LiLiCorr by the sum of their decaying weights
-        decay = self.slot_decay(blocks.supervised, gamma, step_weights, blocks.slots).sum()
-        base = out.loss * (count + 1e-5) / decay.clamp_min(1e-12)
+        count = blocks.supervised.sum().float()
+        base = out.loss * (count + 1e-5) / states.decay.sum().clamp_min(1e-12)
         loss = base + lattice_ce_weight * terms["lattice_ce"]
         loss = loss + lattice_penalty_weight * terms["lattice_penalty"]
         if lattice_margin_weight:
             loss = loss + lattice_margin_weight * terms["lattice_margin"]
-        total = torch.ones_like(count) if upstream else count
-        for name, value in (terms | {"base_loss": base, "loss": loss}).items():
-            metrics |= sum_and_total(name, value.detach() * total, total)
+        parts = terms | {"base_loss": base, "loss": loss}
+        metrics |= parts_of_loss(parts, blocks, upstream)
         path = found & (greedy_path(scores) == place)
         for name, right in {"": path, "likeliest_": hits[..., 0], "lattice_": found}.items():
             lengths = block_metrics(F.pad(right, (first, 0)), blocks.supervised, first)

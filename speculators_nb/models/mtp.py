@@ -9,7 +9,7 @@ __all__ = ['stitched', 'MTP_RULES', 'MTPSpeculatorConfig', 'documents_of', 'mtp_
            'MTPDraftModel', 'MTPStackDrafter', 'MTPStackModel']
 
 # %% ../../nbs/models/16_mtp.ipynb #51799ea8
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,15 +29,17 @@ from speculators_nb.models.eagle3 import (
     StepAttention,
     StepInputs,
     StepOutput,
-    TrainingTimeTest,
     all_steps,
+    dense_hidden,
+    ttt_mask,
+    ttt_training_mask,
 )
 from .mtp_families import FAMILIES, layers_of_transformers
 from .mtp_layer import MTPLayer
 from .mtp_native import extract_mtp
 from .mtp_transformers import new_stack
 from .serving_rules import Rule, layer_of, refused
-from ..nn.attention import attention_back_end
+from ..nn.attention import MaskSize, attention_back_end
 from ..nn.compiled import to_device
 from ..nn.layers import Rotary, take_rows
 from ..nn.losses import HeadLoss
@@ -251,34 +253,32 @@ stitched = refused(
 )
 
 
-def known_to_vllm(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def known_to_vllm(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "vLLM has an MTP class for the family."
     name = layer_of(raw).get("model_type")
     family = FAMILIES.get(str(name))
-    if family is None or not family.unserved:
-        return []
-    return [
-        f"vLLM knows no MTP head for verifiers of model_type {name!r}, stitched or not; "
-        f"{family.unserved}"
-    ]
+    if family is not None and family.unserved:
+        yield (
+            f"vLLM knows no MTP head for verifiers of model_type {name!r}, stitched or not; "
+            f"{family.unserved}"
+        )
 
 
-def state_as_served(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def state_as_served(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "vLLM's head reads the verifier's state after its final norm."
-    if raw.get("verifier_norm"):
-        return []
-    return [
-        "verifier_norm is not set: vLLM passes the head the verifier's state after its "
-        "final norm, this head was trained on the state before; train with "
-        "verifier_norm=True"
-    ]
+    if not raw.get("verifier_norm"):
+        yield (
+            "verifier_norm is not set: vLLM passes the head the verifier's state after its "
+            "final norm, this head was trained on the state before; train with "
+            "verifier_norm=True"
+        )
 
 
 MTP_RULES: tuple[Rule, ...] = (stitched, known_to_vllm, state_as_served)
 
 # %% ../../nbs/models/16_mtp.ipynb #ebf8b8b5
 @SpeculatorModel.register("mtp")
-class MTPDraftModel(TrainingTimeTest):
+class MTPDraftModel(SpeculatorModel):
     """One layer that predicts the token after next, applied to its own output (FastMTP,
     [2509.18362](https://arxiv.org/abs/2509.18362)); embedding and head are the verifier's."""
 
@@ -301,6 +301,7 @@ class MTPDraftModel(TrainingTimeTest):
     served_as = "mtp", False
     lab_arguments = dict(fresh_head=True)
     serving_rules = MTP_RULES
+    mask = ttt_mask
 
     if TYPE_CHECKING:
         mtp_layers: Sequence[MTPLayer]  # an nn.ModuleList
@@ -485,6 +486,13 @@ class MTPDraftModel(TrainingTimeTest):
             position_ids=row.position_ids[:-1],
         )
 
+    def training_mask(
+        self, batch: dict[str, Tensor], as_served: bool = False, **others
+    ) -> MaskSize:  # as `ttt_training_mask`
+        "What a query attends to at the last step: the past of that step, or of step 0."
+        steps = {"ttt_steps": self.config.num_speculative_steps if as_served else 1} | others
+        return ttt_training_mask(self, batch, **steps)
+
     def dense_hidden(
         self,
         input_ids: Tensor,  # [L] tokens x_t
@@ -499,7 +507,7 @@ class MTPDraftModel(TrainingTimeTest):
         "The definition: every row at every step."
         row = self.shifted(Row(input_ids, hidden_states, document_ids, position_ids))
         if as_served:
-            return super().dense_hidden(*row, steps, impl)
+            return dense_hidden(self, *row, steps, impl)
         length = length or self.text_length(row.position_ids)
         return self.own_past_dense(row, steps, impl, length)
 
@@ -670,6 +678,13 @@ class MTPStackModel(MTPDraftModel):
     @property
     def layers(self) -> Any:
         return self.mtp_layers.layers
+
+    def training_mask(
+        self, batch: dict[str, Tensor], as_served: bool = False, **others
+    ) -> MaskSize:  # L queries, L keys
+        "What a query attends to in its document; a family's window is left out."
+        documents = batch["document_ids"][0]
+        return MaskSize(self.mask(None, documents), len(documents), len(documents))
 
     def text_length(self, positions: Tensor) -> int | None:
         return None

@@ -7,7 +7,7 @@ __all__ = ['PEAGLE_RULES', 'PEagleSpeculatorConfig', 'check_given', 'plan_of', '
            'no_norm_of_each_feature', 'window_holds_rollout', 'PEagleDraftModel']
 
 # %% ../../nbs/models/08_peagle.ipynb #d0cc853c
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -20,9 +20,9 @@ from .drafter_arguments import check_mask_token
 from .drafting import SlotDrafter
 from speculators_nb.models.eagle3 import (
     EAGLE3_RULES,
-    Eagle3Drafter,
     Eagle3DraftModel,
     Eagle3SpeculatorConfig,
+    layers_read,
 )
 from speculators_nb.models.peagle_rollouts import (
     RolloutAttention,
@@ -129,8 +129,11 @@ def depth_metrics(
     return metrics
 
 # %% ../../nbs/models/08_peagle.ipynb #b7b95bd3
-class PEagleDrafter(SlotDrafter, Eagle3Drafter):
+class PEagleDrafter(SlotDrafter):
     "Drafts k tokens in one forward pass. The cache holds decided positions only."
+
+    def __init__(self, model: "PEagleDraftModel"):
+        super().__init__(model, layers_read(model.config))
 
     def slots(self, tokens: Tensor, features: Tensor, k: int) -> Tensor:  # [k, Vd]
         "The new decided rows, then k-1 masks at the positions that follow."
@@ -141,22 +144,23 @@ class PEagleDrafter(SlotDrafter, Eagle3Drafter):
         masks = model.mask_hidden[0].expand(k - 1, -1)
         hidden = torch.cat([features.to(model.fc.weight.dtype), masks])
         ids = F.pad(tokens[n - m :], (0, k - 1), value=model.config.mask_token_id)
-        states = self.step(model.fuse(hidden), ids, length=length)[m - 1 :]
+        hidden, position = model.fuse(hidden), torch.arange(n - m, n + k - 1, device=ids.device)
+        rope = model.rotary(hidden, position, length)
+        states = model.step(ids, hidden, rope, self.cache)[m - 1 :]
         crop_cache(self.cache, self.cache.get_seq_length() - (k - 1))
-        return self.logits(states)
+        return model.lm_head(model.norm(states))
 
 # %% ../../nbs/models/08_peagle.ipynb #01b93b48
-def no_norm_of_each_feature(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def no_norm_of_each_feature(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "vLLM has one norm or none for P-EAGLE."
-    if not raw.get("fc_norm"):
-        return []
-    return [
-        "fc_norm is True; vLLM does not read it for P-EAGLE, train with norm_before_fc "
-        "or without a norm"
-    ]
+    if raw.get("fc_norm"):
+        yield (
+            "fc_norm is True; vLLM does not read it for P-EAGLE, train with norm_before_fc "
+            "or without a norm"
+        )
 
 
-def window_holds_rollout(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def window_holds_rollout(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "A sliding layer reaches all of a rollout."
     k = first_proposal(raw).get("speculative_tokens") or 1
     why = "tokens drafted; vLLM then hides a rollout's own first positions"
@@ -293,12 +297,6 @@ class PEagleDraftModel(Eagle3DraftModel):
             config.down_sample_ratio if ratio is None else ratio,
             config.down_sample_ratio_min if ratio_min is None else ratio_min,
         )
-
-    def generator(self, seed: int) -> torch.Generator:
-        """Evaluation always draws the same sample. Training draws its seeds from torch's own
-        generator, which a trainer seeds, saves and restores."""
-        drawn = int(torch.randint(2**62, ())) if self.training else seed
-        return torch.Generator().manual_seed(drawn)
 
     def states_and_rows(
         self,

@@ -1,7 +1,7 @@
 """Rules for what vLLM would refuse in a drafter's config.json, or read differently.
 Each is one small rule about what was trained, shared by the drafters that need it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -11,10 +11,10 @@ from ..nn.layers import LATENT_FAMILIES, LAYER_FAMILIES, ROPE
 # A drafter may be trained with more than a serving engine implements: a sliding window on one layer of two, another
 # activation, longer rotary angles. vLLM reads `config.json` with defaults of its own, so a field that is missing, or
 # one that it does not know, changes the drafts in silence: the text stays the verifier's, acceptance falls. A rule
-# reads the stored JSON, and the verifier's config where there is one, and returns sentences that name field, value and
+# reads the stored JSON, and the verifier's config where there is one, and yields sentences that name field, value and
 # remedy.
 
-Rule = Callable[[dict[str, Any], PretrainedConfig | None], list[str]]
+Rule = Callable[[dict[str, Any], PretrainedConfig | None], Iterable[str]]
 LAYER = "transformer_layer_config"
 
 
@@ -34,138 +34,119 @@ def first_proposal(raw: dict[str, Any]) -> dict[str, Any]:  # config.json -> pro
     return methods[0]
 
 
-def served_rope(layer: dict[str, Any]) -> tuple[list[str], list[str]]:
-    """Where vLLM (0.32) rotates draft layers by other angles than they were trained with: always (violations), or for
-    some requests (warnings)."""
-    rope, wrong, careful = layer.get("rope_parameters") or {}, [], []
-    kind, n = rope.get("rope_type"), rope.get("original_max_position_embeddings")
+def rope_as_trained(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
+    "vLLM (0.32) must rotate draft layers by the angles of training."
+    rope = layer_of(raw).get("rope_parameters") or {}
+    kind, factor = rope.get("rope_type"), rope.get("factor")
     if any(isinstance(v, dict) for v in rope.values()):
-        wrong.append(
+        yield (
             f"{ROPE} are given by layer type; vLLM's draft layers read rope_theta "
             "beside them (10000 where there is none): write the parameters that were "
             "trained with in their place, those of sliding_attention if there are any"
         )
     if kind == "proportional" and rope.get("factor", 1) != 1:
-        found = f"{ROPE}.factor is {rope['factor']}"
-        wrong.append(f"{found}; vLLM's proportional RoPE has no factor, train with 1")
+        yield f"{ROPE}.factor is {factor}; vLLM's proportional RoPE has no factor, train with 1"
+    if kind == "yarn" and not factor:
+        yield f"{ROPE}.factor is {factor!r}; vLLM's yarn needs a number, write what was trained with"
+
+
+def rope_of_some_requests(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
+    "For which vLLM (0.32) rotates draft layers by other angles than those of training."
+    layer = layer_of(raw)
+    rope, length = layer.get("rope_parameters") or {}, layer.get("max_position_embeddings", 0)
+    kind, factor, n = (rope.get(name) for name in ("rope_type", "factor", "original_max_position_embeddings"))
     if kind == "dynamic":
-        careful.append(
+        yield (
             f"{ROPE}.rope_type is dynamic: vLLM never scales its angles, training scales those "
             "of texts longer than max_position_embeddings; drafts for such texts differ"
         )
-    if kind == "yarn":
-        factor, length = rope.get("factor"), layer.get("max_position_embeddings", 0)
-        if not factor:
-            wrong.append(f"{ROPE}.factor is {factor!r}; vLLM's yarn needs a number, write what was trained with")
-        elif n and n * factor < length:
-            careful.append(
-                f"{ROPE}.factor is {factor:g}: vLLM's yarn has angles for {n * factor:g} positions, less than "
-                f"max_position_embeddings={length}; serve with max_model_len up to that"
-            )
+    if kind == "yarn" and factor and n and n * factor < length:
+        yield (
+            f"{ROPE}.factor is {factor:g}: vLLM's yarn has angles for {n * factor:g} positions, less than "
+            f"max_position_embeddings={length}; serve with max_model_len up to that"
+        )
     if kind == "longrope":
-        reach = layer.get("max_position_embeddings", 0) / (n or 1)
-        factor, attention_factor = rope.get("factor"), rope.get("attention_factor")
+        reach, attention_factor = length / (n or 1), rope.get("attention_factor")
         if attention_factor or (factor and n and factor != reach):
-            careful.append(
+            yield (
                 f"{ROPE} have {factor=} and {attention_factor=}; vLLM's longrope reads neither, but "
                 f"max_position_embeddings / original_max_position_embeddings; train with that factor, {reach:g}"
             )
-        careful.append(
+        yield (
             f"{ROPE}.rope_type is longrope: vLLM takes the long factors for every text where max_model_len is above "
             f"{n}, training takes them for longer texts alone; serve with max_model_len up to {n} for drafts as trained"
         )
     if "mrope_section" in rope:
-        careful.append(
+        yield (
             f"{ROPE}.mrope_section: vLLM counts three coordinates for a picture's "
             "tokens, the drafter was trained with one; drafts after pictures differ"
         )
-    return wrong, careful
 
 
-def silu_only(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def silu_only(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "vLLM's draft layers have one activation."
     activation = layer_of(raw).get("hidden_act", "silu")
-    if activation == "silu":
-        return []
-    return [f"{LAYER}.hidden_act is {activation!r}; vLLM's draft layers have silu alone"]
+    if activation != "silu":
+        yield f"{LAYER}.hidden_act is {activation!r}; vLLM's draft layers have silu alone"
 
 
-def rope_as_trained(raw: dict[str, Any], verifier: Any = None) -> list[str]:
-    "vLLM must rotate by the angles of training (`served_rope`)."
-    return served_rope(layer_of(raw))[0]
-
-
-def rope_of_some_requests(raw: dict[str, Any], verifier: Any = None) -> list[str]:
-    "For which vLLM rotates by other angles (`served_rope`)."
-    return served_rope(layer_of(raw))[1]
-
-
-def known_layer_family(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def known_layer_family(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "The draft layers are of a kind that vLLM serves."
     family = layer_of(raw).get("model_type")
-    if family in LAYER_FAMILIES:
-        return []
-    return [f"{LAYER}.model_type is {family!r}; vLLM serves {' and '.join(LAYER_FAMILIES)}"]
+    if family not in LAYER_FAMILIES:
+        yield f"{LAYER}.model_type is {family!r}; vLLM serves {' and '.join(LAYER_FAMILIES)}"
 
 
-def as_latent_attention_is_served(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def as_latent_attention_is_served(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "What vLLM's latent attention (0.32) leaves out, or reads differently."
-    layer, wrong = layer_of(raw), []
+    layer = layer_of(raw)
     if layer.get("model_type") not in LATENT_FAMILIES:
-        return []
+        return
     rope, theirs = layer.get("rope_parameters") or {}, "vLLM's latent attention"
     if raw.get("norm_before_fc"):
-        wrong.append(f"norm_before_fc is True; {theirs} comes with a norm for each feature alone, train with fc_norm")
+        yield f"norm_before_fc is True; {theirs} comes with a norm for each feature alone, train with fc_norm"
     if layer.get("rope_interleave") is False:
-        wrong.append(f"{LAYER}.rope_interleave is False; {theirs} rotates neighbours, train with True")
+        yield f"{LAYER}.rope_interleave is False; {theirs} rotates neighbours, train with True"
     if "sliding_attention" in layer_types_of(raw):
-        wrong.append(f"{LAYER}.layer_types has sliding_attention; {theirs} has no window, train without")
+        yield f"{LAYER}.layer_types has sliding_attention; {theirs} has no window, train without"
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "yarn"):
-        wrong.append(
-            f"{ROPE}.rope_type is {kind!r}; {theirs} takes any other type for yarn, train with default or yarn"
-        )
+        yield f"{ROPE}.rope_type is {kind!r}; {theirs} takes any other type for yarn, train with default or yarn"
     if kind != "yarn":
-        return wrong
-    wrong += [
-        f"{ROPE}.{name} is {rope[name]}; {theirs} does not read it, train without"
-        for name in ("attention_factor", "truncate")
-        if rope.get(name) is not None
-    ]
+        return
+    for name in ("attention_factor", "truncate"):
+        if rope.get(name) is not None:
+            yield f"{ROPE}.{name} is {rope[name]}; {theirs} does not read it, train without"
     scales = [rope.get(name) for name in ("mscale", "mscale_all_dim")]
     if bool(scales[0]) != bool(scales[1]):
-        wrong.append(
+        yield (
             f"{ROPE} have mscale={scales[0]} and mscale_all_dim={scales[1]}; where one of them is missing, {theirs} "
             "takes another factor for cosines and sines: train with both or without"
         )
     trained, length = rope.get("original_max_position_embeddings"), layer.get("max_position_embeddings", 4096)
     if not trained:
-        wrong.append(f"{ROPE}.original_max_position_embeddings is missing; vLLM needs it, write what was trained with")
+        yield f"{ROPE}.original_max_position_embeddings is missing; vLLM needs it, write what was trained with"
     elif trained * rope.get("factor", 1) < length:
-        wrong.append(
+        yield (
             f"{ROPE}.factor is {rope.get('factor')}; {theirs} has angles for {trained} times as many positions, less "
             f"than max_position_embeddings={length}: train with {length / trained:g}"
         )
-    return wrong
 
 
-def reaches_as_far(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def reaches_as_far(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "The drafter takes as many positions as the verifier."
-    if verifier is None:
-        return []
-    draft = layer_of(raw).get("max_position_embeddings")
-    target = verifier.max_position_embeddings
-    if (draft or 0) >= target:
-        return []
-    return [f"{LAYER}.max_position_embeddings is {draft}, the verifier's {target}; vLLM stops drafting beyond it"]
+    draft, target = layer_of(raw).get("max_position_embeddings"), verifier and verifier.max_position_embeddings
+    if target and (draft or 0) < target:
+        yield f"{LAYER}.max_position_embeddings is {draft}, the verifier's {target}; vLLM stops drafting beyond it"
 
 
 def written(*fields: str, why: str, none_counts: bool = True) -> Rule:
     "A rule: these fields are written (null is, or is not), because a default would decide: `why`, in words."
 
     def rule(raw, verifier=None):
-        missing = [name for name in fields if name not in raw or (raw[name] is None and not none_counts)]
-        return [f"{name} is not written; {why}" for name in missing]
+        for name in fields:
+            if name not in raw or (raw[name] is None and not none_counts):
+                yield f"{name} is not written; {why}"
 
     return rule
 
@@ -180,15 +161,14 @@ def layers_returned(field: str) -> Rule:  # of config.json: layers of the verifi
     def rule(raw, verifier=None):
         ids = raw.get(field)
         if verifier is None or not ids:
-            return []
+            return
         if max(ids) > verifier.num_hidden_layers:
-            return [f"{field}={ids}, but the verifier has {verifier.num_hidden_layers} layers"]
-        if 0 in ids and verifier.model_type in WITHOUT_FIRST_STATE:
-            return [
+            yield f"{field}={ids}, but the verifier has {verifier.num_hidden_layers} layers"
+        elif 0 in ids and verifier.model_type in WITHOUT_FIRST_STATE:
+            yield (
                 f"{field}={ids}: vLLM fails at the state that enters layer 0 of a verifier of "
                 f"model_type={verifier.model_type!r}; train with layers from 1 on"
-            ]
-        return []
+            )
 
     return rule
 
@@ -206,20 +186,18 @@ def own_layout(drafters: str) -> Rule:  # in words
     )
 
 
-def short_window(raw: dict[str, Any], needed: int, why: str) -> list[str]:  # positions that must be reached
+def short_window(raw: dict[str, Any], needed: int, why: str) -> Iterator[str]:  # positions that must be reached
     "Where a sliding layer reaches less."
     window = layer_of(raw).get("sliding_window")
-    if "sliding_attention" not in layer_types_of(raw) or not isinstance(window, int) or window >= needed:
-        return []
-    return [f"{LAYER}.sliding_window is {window}, less than the {why}"]
+    if "sliding_attention" in layer_types_of(raw) and isinstance(window, int) and window < needed:
+        yield f"{LAYER}.sliding_window is {window}, less than the {why}"
 
 
 def one_kind_of_attention(why: str) -> Rule:  # what vLLM does with a mixture
     "A rule: all draft layers attend in the same way."
 
     def rule(raw, verifier=None):
-        if len(layer_types_of(raw)) == 1:
-            return []
-        return [f"{LAYER}.layer_types mixes kinds of attention; {why}, use one kind"]
+        if len(layer_types_of(raw)) > 1:
+            yield f"{LAYER}.layer_types mixes kinds of attention; {why}, use one kind"
 
     return rule

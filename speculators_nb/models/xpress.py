@@ -8,7 +8,7 @@ __all__ = ['XPRESS_LAYOUT_RULES', 'XPressSpeculatorConfig', 'RefinerHead', 'Draf
            'kernel_shapes', 'whole_block', 'qwen3_layers', 'XPressDraftModel']
 
 # %% ../../nbs/models/13_xpress.ipynb #xprA0003
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,6 +29,7 @@ from speculators_nb.models.dflash import (
     DFlashSpeculatorConfig,
     SlotBias,
     masks_alone,
+    parts_of_loss,
 )
 from .drafting import PathDrafter, PathHead
 from .formats import save_native
@@ -41,7 +42,7 @@ from speculators_nb.models.serving_rules import (
     own_layout,
 )
 from ..nn.losses import HeadLoss
-from ..nn.supervision import StepWeights, sum_and_total
+from ..nn.supervision import FIXED, sum_and_total
 
 # %% ../../nbs/models/13_xpress.ipynb #xprA0006
 RULES.update(
@@ -173,50 +174,43 @@ class XPressDrafter(BlockReader, PathDrafter):
         return TokenTree.chain(drafted[0, first : first + k])
 
 # %% ../../nbs/models/13_xpress.ipynb #xprA0043
-def whole_vocabulary(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def whole_vocabulary(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "vLLM's refiner has the target's vocabulary."
     words, whole = raw.get("draft_vocab_size"), layer_of(raw).get("vocab_size")
-    if words in (None, whole):
-        return []
-    return [
-        f"draft_vocab_size is {words}, of the verifier's {whole} tokens; vLLM's XPress has the "
-        "whole vocabulary, train with that"
-    ]
+    if words not in (None, whole):
+        yield (
+            f"draft_vocab_size is {words}, of the verifier's {whole} tokens; vLLM's XPress has "
+            "the whole vocabulary, train with that"
+        )
 
 
-def kernel_shapes(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def kernel_shapes(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "vLLM's kernel reads rank and MLP in whole tiles (v1/worker/gpu/spec_decode/xpress)."
     rank, ratio = raw.get("xpress_rank", 256), raw.get("xpress_mlp_ratio", 2)
-    found = []
     if rank < 16 or rank & (rank - 1):
-        found.append(
-            f"xpress_rank is {rank}; vLLM's kernel takes a power of two from 16 upwards"
-        )
+        yield f"xpress_rank is {rank}; vLLM's kernel takes a power of two from 16 upwards"
     if rank * ratio % 64:
-        found.append(
+        yield (
             f"xpress_rank times xpress_mlp_ratio is {rank * ratio}; vLLM's kernel takes a "
             "multiple of 64"
         )
-    return found
 
 
-def whole_block(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def whole_block(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "vLLM's kernel reads the mixer in strides of the draft and the anchor."
     block, tokens = raw.get("block_size", 8), first_proposal(raw).get("speculative_tokens")
-    if tokens in (None, block - 1):
-        return []
-    return [
-        f"speculative_tokens is {tokens}; vLLM's XPress drafts whole blocks, which are "
-        f"{block - 1} tokens of {block} slots"
-    ]
+    if tokens not in (None, block - 1):
+        yield (
+            f"speculative_tokens is {tokens}; vLLM's XPress drafts whole blocks, which are "
+            f"{block - 1} tokens of {block} slots"
+        )
 
 
-def qwen3_layers(raw: dict[str, Any], verifier: Any = None) -> list[str]:
+def qwen3_layers(raw: dict[str, Any], verifier: Any = None) -> Iterator[str]:
     "vLLM's XPress has Qwen3's layers."
     family = layer_of(raw).get("model_type")
-    if family == "qwen3":
-        return []
-    return [f"{LAYER}.model_type is {family!r}; vLLM's XPress has the layers of qwen3 alone"]
+    if family != "qwen3":
+        yield f"{LAYER}.model_type is {family!r}; vLLM's XPress has the layers of qwen3 alone"
 
 
 # what the layout that vLLM reads has a place for
@@ -256,7 +250,7 @@ class XPressDraftModel(DFlashDraftModel):
     training_defaults: dict[str, Any] = DFlashDraftModel.training_defaults | {
         "block_size": 16,
         "loss_fn": '{"ce": 0.1, "tv": 0.9}',
-        "per_position_loss_weight": "fixed-exp-decay",
+        "per_position_loss_weight": FIXED,
     }
 
     def __init__(self, config: XPressSpeculatorConfig):
@@ -332,9 +326,8 @@ class XPressDraftModel(DFlashDraftModel):
     ) -> BlockStates:
         "The states with the bias of these tokens."
         head = self.refiner_head
-        embeds = head.token_embed(in_front)
-        codes = head(embeds, cache)
-        return states._replace(bias=SlotBias(embeds, codes, head.readout.weight, None))
+        codes = head(head.token_embed(in_front), cache)
+        return states._replace(bias=SlotBias(codes, head.readout.weight))
 
     def token_metrics(
         self,
@@ -357,8 +350,6 @@ class XPressDraftModel(DFlashDraftModel):
         self,
         states: BlockStates,
         score: Callable,  # states -> HeadLoss of the slots with loss, metrics
-        gamma: float,  # these two are in the weights of `score` already
-        step_weights: StepWeights,
         upstream: bool,  # metrics as upstream reports them
         consistency_weight: float = 0.3,  # of the rounds' mean; 0: no rounds
         consistency_passes: int = 3,  # rounds
@@ -402,10 +393,8 @@ class XPressDraftModel(DFlashDraftModel):
             loss = loss + base_anchor_weight * base.loss
             slots = metrics["accept_rate_total"]
             metrics |= sum_and_total("base_accept_rate", base.accept.sum(), slots)
-        total = torch.ones_like(loss) if upstream else states.blocks.supervised.sum().float()
-        for name, one in (losses | {"loss": loss}).items():
-            metrics |= sum_and_total(name, one.detach() * total, total)
-        return loss, metrics
+        losses["loss"] = loss
+        return loss, metrics | parts_of_loss(losses, states.blocks, upstream)
 
     def drafter(self) -> XPressDrafter:
         "This model as a `tree.Drafter`."

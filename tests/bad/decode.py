@@ -18,7 +18,7 @@ from speculators_nb.decode.tree import Sampling, TokenTree
 from speculators_nb.evaluate.acceptance import acceptance_table, bootstrap, evaluate
 from speculators_nb.evaluate.calibration import expected_calibration_error, reliability_table
 from speculators_nb.evaluate.comparison import compare_runs, evaluate_as_engine
-from speculators_nb.evaluate.cost import draft_cost, verifier_cost
+from speculators_nb.evaluate.cost import draft_cost, expected_speedup, verifier_cost
 from speculators_nb.evaluate.engine import EngineEvaluation, evaluate_engine
 from speculators_nb.evaluate.prompts import UNFILLED, read_prompts
 from speculators_nb.evaluate.speedup import (
@@ -231,6 +231,9 @@ MAKERS = {
     "tolerant: a fraction": (lambda: tolerant(1.5), "accept_k=1.5: must be a whole number"),
     "best_gamma: no speeds": (lambda: best_gamma([]), "speeds=\\[\\]: give a number for 0, 1, 2"),
     "best_gamma: NaN": (lambda: best_gamma([1, NAN]), "speeds=\\[1, nan\\]: give a number for 0, 1, 2"),
+    "speedups: no tokens": (lambda: speedups([1, 0], 0.1), r"lengths=\[1, 0\]: a step gives more than 0 tokens"),
+    "speedups: no cost": (lambda: speedups([1, 2], 0, [0, 0]), r"verify=\[0, 0\]: a step costs more than nothing"),
+    "expected_speedup: no cost": (lambda: expected_speedup(2, 0, 0), "verify=0 and cost=0: a step costs more than"),
     "speedups: no lengths": (lambda: speedups([], 0.1), "lengths is empty: give tokens a step"),
     "step_costs: a fraction": (lambda: step_costs(1.5, 0.1), "k=1.5: must be a whole number"),
     "batch_verify: a fraction": (lambda: batch_verify(1.5, 1, 10), "k=1.5: must be a whole number"),
@@ -350,6 +353,14 @@ MEASURES = {
     "draft_cost: no prompts": (
         lambda: draft_cost(TARGET, NgramDrafter(), []),
         "prompts is empty: there is nothing to measure",
+    ),
+    "draft_cost: answers shorter than a draft": (
+        lambda: draft_cost(TARGET, NgramDrafter(), [[5]], k=4, max_new_tokens=2),
+        "max_new_tokens=2: no step of an answer drafts k=4 tokens",
+    ),
+    "draft_cost: no draft": (
+        lambda: draft_cost(TARGET, NgramDrafter(), [[5]], k=0),
+        "no step of an answer drafts k=0 tokens.*a k from 1 on",
     ),
     "draft_cost: negative": (lambda: draft_cost(TARGET, NgramDrafter(), [[5]], k=-1), "k=-1: must be at least 0"),
     "verify_costs: no rounds": (lambda: verify_costs(TARGET, 2, rounds=0), "rounds=0: must be at least 1"),
