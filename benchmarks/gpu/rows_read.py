@@ -24,6 +24,7 @@ from torch._inductor.fx_passes.post_grad import post_grad_passes
 from torch._inductor.graph import GraphLowering
 from torch._inductor.virtualized import V
 from torch._subclasses import fake_tensor
+from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from triton.backends.compiler import GPUTarget
@@ -75,7 +76,7 @@ def lowered(function, shapes):  # of its arguments: [(shape, dtype)] -> the gene
     with mode:
         on_cpu = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
         with patch("torch.compiler.is_compiling", lambda: True):
-            graph = make_fx(function, decomposition_table=select_decomp_table())(*on_cpu)
+            graph = make_fx(functionalize(function), decomposition_table=select_decomp_table())(*on_cpu)
         for node in graph.graph.nodes:
             if "device" in node.kwargs:
                 node.kwargs = node.kwargs | dict(device=torch.device("cuda", 0))
