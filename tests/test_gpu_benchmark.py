@@ -326,6 +326,17 @@ def test_a_variant_whose_target_is_gone_is_a_row_and_the_next_is_measured(monkey
     assert row == dict(variant="gone", left_out=True)
 
 
+@pytest.mark.parametrize("loss, rows", [("kl_div", 9), ("tv", 12)])
+def test_a_tile_of_the_loss_is_one_kernel_for_a_device_that_is_not_there(loss, rows):
+    "It reads as few rows of logits as the page says."
+    rows_read = pytest.importorskip("benchmarks.gpu.rows_read", exc_type=ImportError)  # loads torch's compiler
+    if not torch.__version__.startswith(rows_read.KNOWN):
+        pytest.skip(f"it calls internals of torch {rows_read.KNOWN}")
+    assert rows_read.reads(rows_read.tile(loss, 3)) == [rows]
+    assert f"| `{loss}`, one target and three drafts | 1 | {rows} |" in (ROOT / "benchmarks/gpu/README.md").read_text()
+    assert torch.cuda.is_available.__module__ == "torch.cuda"  # nothing is pretended any more
+
+
 def names(jobs):
     return [each["name"] for job in jobs for each in job]
 
