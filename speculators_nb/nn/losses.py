@@ -215,7 +215,7 @@ def _soft_ce(p, q):
     return q.lse - rowdot(p.probs, q.logits)
 
 
-def _sum_of_few(x):  # [N, k] -> [N]
+def _sum_of_few(x) -> Any:  # [N, k] -> [N]
     # column by column, compiled: a sum over k instead of V tokens would be a kernel of its own
     return sum(x.unbind(-1)) if torch.compiler.is_compiling() else x.sum(-1)
 

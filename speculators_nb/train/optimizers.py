@@ -201,7 +201,8 @@ def clip_gradients(
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm  # of all ranks' rows
     if values and max_norm < math.inf:
         scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_([local(v) for v in values], scale)  # few launches on CUDA
+        parts = [local(v) for v in values]
+        torch._foreach_mul_(parts, scale)  # type: ignore[attr-defined] (few launches on CUDA)
     return norm
 
 # %% ../../nbs/train/01_optimizers.ipynb #mu0n0002
