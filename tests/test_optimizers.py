@@ -230,6 +230,19 @@ def test_tables_by_rows_are_the_same_arithmetic(net, optimizer, monkeypatch):
         torch.testing.assert_close(a[name], b[name], rtol=1e-5, atol=1e-6)
 
 
+def test_clipping_is_torchs_and_infinity_only_measures(net):
+    twin = copy.deepcopy(net)
+    for model in (net, twin):
+        for i, p in enumerate(model.parameters()):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+    norm = torch.nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
+    assert torch.equal(rows.clip_gradients(net.parameters(), 0.5), norm) and norm > 0.5
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(net.parameters(), twin.parameters()))
+    net.embed_tokens.weight.grad[0, 0] = float("inf")
+    assert rows.clip_gradients(net.parameters(), float("inf")).isinf() and rows.clip_gradients([], 0.5) == 0
+    assert all(torch.equal(p.grad, q.grad) for p, q in list(zip(net.parameters(), twin.parameters()))[1:])
+
+
 def test_row_state_travels_through_a_checkpoint(net, tmp_path):
     opt = build_optimizer(net, "muon", row_gradients=True)
     step(net, opt, 0)

@@ -1,8 +1,8 @@
 """Single changes to a train step of ours, one after the other in one process on one card: what each of them is worth.
 
-VARIANTS names them. A variant is a function that returns patches (`unittest.mock.patch`) under which the model is built
-and trains; what a patch names is looked up when the variant runs, so that one whose target is gone is a row with its
-error. Each variant compiles anew, and starts from the same weights and batch.
+VARIANTS names them, for each setting. A variant is a function that returns patches (`unittest.mock.patch`) under which
+the model is built and trains; what a patch names is looked up when the variant runs, so that one whose target is gone
+is a row with its error. Each variant compiles anew, and starts from the same weights and batch.
 """
 
 import gc
@@ -12,6 +12,7 @@ from importlib import import_module
 from unittest.mock import patch
 
 import torch
+from torch.nn.utils import get_total_norm
 
 from benchmarks.gpu import kernels
 from benchmarks.gpu import step as train_step
@@ -66,16 +67,52 @@ def log_sum_exp_by_a_pass():
     return [patch(NN + "losses.Distribution", Distribution)]
 
 
+def clipping_in_the_optimizer():
+    """No pass over the gradients: fused AdamW divides by the factor, and stores what it divided."""
+    real = worker.torch_adamw
+
+    def adamw(model, **_):
+        optimizer, _ = real(model, fused=True)
+
+        def clip(params, max_norm):
+            norm = get_total_norm([p.grad for p in params if p.grad is not None])
+            optimizer.grad_scale = ((norm + 1e-6) / max_norm).clamp(min=1.0)
+            return norm
+
+        return optimizer, clip
+
+    return [patch.object(worker, "torch_adamw", adamw)]
+
+
+def table_by_rows(slice_bytes):
+    """The gradient of the embedding table lists the rows that were read; AdamW is over slices of the table."""
+    return [
+        patch.object(worker, "torch_adamw", lambda model, **_: worker.own_adamw(model)),
+        patch("speculators_nb.train.optimizers.CUDA_SLICE_BYTES", slice_bytes),
+    ]
+
+
+COMMITTED, AGAIN = {"as committed": list}, {"as committed, again": list}  # how far two runs of the same are apart
 VARIANTS = {
-    "as committed": list,
-    "each slot of a tile by itself": lambda: [patch(NN + "losses.SLOTS_AT_ONCE", 1)],
-    "log-sum-exp by a pass of its own": log_sum_exp_by_a_pass,
-    "embeddings projected at every step": embeddings_at_every_step,
-    "tile of the loss eager": tile_eager,
-    "flex backward 32x128": lambda: flex_backward(32, 128),
-    "flex backward 64x64": lambda: flex_backward(64, 64),
-    "all eager but flex": only_flex_compiled,
-    "as committed, again": list,  # how far two runs of the same are apart
+    "EAGLE-3 K=3": COMMITTED
+    | {
+        "each slot of a tile by itself": lambda: [patch(NN + "losses.SLOTS_AT_ONCE", 1)],
+        "log-sum-exp by a pass of its own": log_sum_exp_by_a_pass,
+        "embeddings projected at every step": embeddings_at_every_step,
+        "tile of the loss eager": tile_eager,
+        "flex backward 32x128": lambda: flex_backward(32, 128),
+        "flex backward 64x64": lambda: flex_backward(64, 64),
+        "clipping in the optimizer's kernel": clipping_in_the_optimizer,
+        "all eager but flex": only_flex_compiled,
+    }
+    | AGAIN,
+    "P-EAGLE": COMMITTED
+    | {
+        "table by rows, 256 MiB a slice": lambda: table_by_rows(256 << 20),
+        "table by rows, 32 MiB a slice": lambda: table_by_rows(32 << 20),  # the gradient stays in the L2 cache
+        "clipping in the optimizer's kernel": clipping_in_the_optimizer,
+    }
+    | AGAIN,
 }
 
 
@@ -120,7 +157,7 @@ def measured(setting, length, size, device, turn):
 
 def run(cell, turn):
     """A row for each variant: {setting, length, size}, and the time at which all must have ended (`ends`)."""
-    for name, patches in VARIANTS.items():
+    for name, patches in VARIANTS[cell["setting"]].items():
         labels = cell["labels"] | dict(variant=name)
         if time.time() > cell.get("ends", float("inf")) - LAST:
             yield labels | dict(left_out=True)

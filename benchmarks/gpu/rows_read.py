@@ -3,35 +3,43 @@ rows of logits these read.
 
     python benchmarks/gpu/rows_read.py     prints the table that stands in README.md
 
-It needs a torch that is built for CUDA, and Triton. The functions are traced on the CPU and lowered for a pretended
-device (by torch's internals, those of 2.11); nothing is compiled or run. A row of 32,000 logits is larger than what a
-kernel keeps, so one that is needed again is read again. What library kernels read, such as `topk`, is not counted.
+It needs neither a torch built for CUDA nor Triton. The functions are traced on the CPU and lowered for a pretended
+device by torch's internals, those of the versions in KNOWN; nothing is compiled or run. A row of 32,000 logits is
+larger than what a kernel keeps, so one that is needed again is read again. What library kernels read, such as `topk`,
+is not counted.
 """
 
 import re
 import sys
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
-import torch._inductor.fx_passes.joint_graph as joint_graph
-import triton
-from torch._dynamo.device_interface import CudaInterface
-from torch._inductor.debug import DebugContext
-from torch._inductor.decomposition import select_decomp_table
-from torch._inductor.fx_passes.post_grad import post_grad_passes
-from torch._inductor.graph import GraphLowering
-from torch._inductor.virtualized import V
-from torch._subclasses import fake_tensor
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.passes.fake_tensor_prop import FakeTensorProp
-from triton.backends.compiler import GPUTarget
+
+try:
+    from torch._dynamo.device_interface import CudaInterface
+    from torch._inductor import scheduler
+    from torch._inductor.debug import DebugContext
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes import joint_graph
+    from torch._inductor.fx_passes.post_grad import post_grad_passes
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.virtualized import V
+    from torch._subclasses import fake_tensor
+    from torch.func import functionalize
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+    from torch.utils import _triton
+except ImportError as error:
+    raise ImportError(f"torch {torch.__version__} lacks an internal that rows_read.py calls: {error}") from error
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from speculators_nb.nn.losses import LOSSES, _scores
 from speculators_nb.nn.token_loss import score_tokens
 
+KNOWN = ("2.11", "2.13")  # versions of torch whose internals are as they are called here
 TARGETS, DRAFT_VOCABULARY, VOCABULARY = 2048, 32000, 151936
 H100 = SimpleNamespace(
     **dict(name="NVIDIA H100", major=9, minor=0, total_memory=80 << 30, multi_processor_count=132, warp_size=32),
@@ -41,45 +49,42 @@ H100 = SimpleNamespace(
 )
 
 
-class PretendedDriver:
-    "What Triton asks a driver for before it compiles."
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 10 * H100.major + H100.minor, H100.warp_size)
-
-    def get_active_torch_device(self):
-        return torch.device("cuda", 0)
-
-    def get_device_interface(self):
-        return torch.cuda
-
-
-def pretend():
-    "torch and Triton find an H100, until the process ends."
-
-    def properties(*args):
-        return H100
-
-    torch.cuda.is_available = CudaInterface.is_available = lambda: True
-    torch.cuda.current_device = CudaInterface.current_device = CudaInterface.Worker.current_device = lambda: 0
-    torch.cuda.get_device_properties = CudaInterface.get_device_properties = properties
-    CudaInterface.Worker.get_device_properties = properties
-    torch.cuda.get_device_capability = lambda *args: (H100.major, H100.minor)
-    fake_tensor.init_gpu_context = lambda *args: None
-    joint_graph.lazy_init = lambda *args: None  # patterns of attention, which are made on the device
-    triton.runtime.driver.set_active(PretendedDriver())
+@contextmanager
+def pretended():
+    "Inside, torch finds an H100, and Triton."
+    properties, yes = (lambda *args: H100), (lambda *args: True)
+    found = {
+        torch.cuda: dict(
+            is_available=yes,
+            current_device=lambda: 0,
+            get_device_properties=properties,
+            get_device_capability=lambda *args: (H100.major, H100.minor),
+        ),
+        CudaInterface: dict(is_available=yes, current_device=lambda: 0, get_device_properties=properties),
+        CudaInterface.Worker: dict(current_device=lambda: 0, get_device_properties=properties),
+        fake_tensor: dict(init_gpu_context=lambda *args: None),
+        joint_graph: dict(lazy_init=lambda *args: None),  # patterns of attention, which are made on the device
+        scheduler: dict(has_triton=yes),
+        _triton: dict(triton_hash_with_backend=lambda: ""),
+    }
+    with ExitStack() as stack:
+        for of, names in found.items():
+            stack.enter_context(patch.multiple(of, **names))
+        yield
 
 
+@pretended()
 def lowered(function, shapes):  # of its arguments: [(shape, dtype)] -> the generated module's source
-    mode = fake_tensor.FakeTensorMode()
+    mode, device = fake_tensor.FakeTensorMode(), torch.device("cuda", 0)
     with mode:
         on_cpu = [torch.empty(shape, dtype=dtype) for shape, dtype in shapes]
         with patch("torch.compiler.is_compiling", lambda: True):
-            graph = make_fx(function, decomposition_table=select_decomp_table())(*on_cpu)
+            # as `torch.compile` traces it: what is changed in place becomes a new tensor
+            graph = make_fx(functionalize(function), decomposition_table=select_decomp_table())(*on_cpu)
         for node in graph.graph.nodes:
             if "device" in node.kwargs:
-                node.kwargs = node.kwargs | dict(device=torch.device("cuda", 0))
-        there = [torch.empty(shape, dtype=dtype, device="cuda") for shape, dtype in shapes]
+                node.kwargs = node.kwargs | dict(device=device)
+        there = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
         FakeTensorProp(graph, mode).propagate(*there)
         with V.set_fake_mode(mode), V.set_debug_handler(DebugContext()):
             graph = joint_graph.joint_graph_passes(graph)
@@ -116,8 +121,14 @@ def tile_of_tokens():
 
 
 def main():
-    pretend()
-    print(f"torch {torch.__version__}, triton {triton.__version__}\n")
+    if not torch.__version__.startswith(KNOWN):
+        known = " and ".join(KNOWN)
+        print(
+            f"torch {torch.__version__} is not {known}, of which this calls internals: an error may come from that, "
+            "and counts may differ",
+            file=sys.stderr,
+        )
+    print(f"torch {torch.__version__}\n")
     print("| loss | kernels | rows read |\n| --- | --- | --- |")
     sources = {f"`{loss}`, one target and three drafts": tile(loss, 3) for loss, of in LOSSES.items() if of.grad}
     for name, source in (sources | {"`ce` against data tokens (MTP), one draft": tile_of_tokens()}).items():

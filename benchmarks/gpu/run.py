@@ -89,6 +89,7 @@ def device_jobs():
         *steps(8192, PEAGLE, DFLASH),
         *steps(32768, EAGLE),
         *steps(8192, MTP),
+        [cell("ab", PEAGLE, 8192, size="device", gib=18.0, needs=50.0, limit=250.0)],
         [cell("loop", size="device", gib=8.0, needs=45.0)],
         small("decode", "eagle3", "fp32", "bf16"),
         *[kernels(setting) for setting in (MTP, PEAGLE, DFLASH)],
@@ -105,7 +106,7 @@ def toy_jobs():
         [
             *[cell("decode", name, "fp32", size="toy") for name in DRAFTERS],
             *[cell("step", setting, 256, "ours", size="toy") for setting in settings],
-            cell("ab", EAGLE, 256, size="toy"),
+            *[cell("ab", setting, 256, size="toy") for setting in (EAGLE, PEAGLE)],
             cell("kernels", EAGLE, size="toy"),
             cell("loop", size="toy"),
         ],

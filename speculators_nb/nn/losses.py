@@ -6,11 +6,12 @@ with the output head (fused linear cross-entropy): no [tokens, vocabulary] tenso
 
 # %% auto #0
 __all__ = ['TOP_K', 'ALPHA_FLOOR', 'LK_DECAY', 'TINY', 'LOSSES', 'NORM_KINDS', 'CHUNK_ROWS', 'CHUNK_BYTES', 'CUDA_CHUNK_BYTES',
-           'TILE_BYTES', 'LOW_PRECISION', 'SLOTS_AT_ONCE', 'RowWeight', 'Distribution', 'rowdot', 'one_hot', 'overlap',
-           'RowLoss', 'parse_loss', 'autograd_gradient', 'score_rows', 'register_loss', 'score_logits', 'row_loss',
-           'FinalNorm', 'TargetHead', 'target_slots', 'chunks_as_on', 'chunk_rows', 'tile_rows', 'Chunk', 'cut_chunks',
-           'head_dtype', 'wide_product', 'chunk_logits', 'RowBias', 'TargetBias', 'HeadLoss', 'alike', 'score_chunk',
-           'HeadCase', 'scaled_gradient', 'head_loss', 'dense_head_loss']
+           'TILE_BYTES', 'LOW_PRECISION', 'SLOTS_AT_ONCE', 'RowWeight', 'Distribution', 'rowdot', 'one_hot',
+           'sum_of_both', 'is_below', 'mass_below', 'overlap', 'RowLoss', 'parse_loss', 'autograd_gradient',
+           'mixture_gradient', 'score_rows', 'register_loss', 'score_logits', 'row_loss', 'FinalNorm', 'TargetHead',
+           'target_slots', 'chunks_as_on', 'chunk_rows', 'tile_rows', 'Chunk', 'cut_chunks', 'head_dtype',
+           'wide_product', 'chunk_logits', 'RowBias', 'TargetBias', 'HeadLoss', 'alike', 'score_chunk', 'HeadCase',
+           'scaled_gradient', 'head_loss', 'dense_head_loss']
 
 # %% ../../nbs/nn/04_losses.ipynb #2f999eda
 import json
@@ -18,6 +19,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import wraps
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -60,6 +62,7 @@ class Distribution:
         softmax: bool = True,  # False: only the likeliest tokens are read
     ):
         self.logits = logits if logits.dtype == torch.float64 else logits.float()
+        self.sums: dict[str, tuple[Distribution, Any]] = {}  # as a draft, see `sum_of_both`
         if label is not None:
             self.label = label
         if softmax:
@@ -106,7 +109,8 @@ class Distribution:
         if n == len(self.logits):
             return self
         part = Distribution(self.logits[:n], softmax=False)
-        part.__dict__.update({name: piece[:n] for name, piece in self.__dict__.items()})
+        pieces = {name: x for name, x in vars(self).items() if isinstance(x, Tensor)}
+        vars(part).update({name: piece[:n] for name, piece in pieces.items()})
         return part
 
 # %% ../../nbs/nn/04_losses.ipynb #8e370e31
@@ -127,12 +131,50 @@ def one_hot(
     return torch.arange(like.shape[-1], device=like.device) == tokens[:, None]
 
 
+def sum_of_both(
+    make: Callable,  # (target distribution, draft distribution) -> [N], or some of them
+) -> Callable:  # the same
+    "Decorator: the draft keeps what was computed, for its loss, its gradient and its metrics."
+
+    @wraps(make)
+    def of_both(target: Distribution, draft: Distribution) -> Any:
+        against, value = draft.sums.get(make.__name__, (None, None))
+        if against is not target:
+            value = make(target, draft)
+            draft.sums[make.__name__] = target, value
+        return value
+
+    return of_both
+
+
+def is_below(
+    target: Distribution,  # the verifier's p
+    draft: Distribution,  # the drafter's q
+) -> Tensor:  # [N, V]
+    """1 where the drafter gives a token at most what the verifier gives it, else 0; in the
+    dtype of the probabilities: a CPU takes longer to multiply them with a bool."""
+    return draft.probs.clone().le_(target.probs)
+
+
+@sum_of_both
+def mass_below(
+    target: Distribution,  # the verifier's p
+    draft: Distribution,  # the drafter's q
+) -> Tensor:  # [N]
+    "The drafter's probability of all tokens that are below."
+    return rowdot(draft.probs, is_below(target, draft))
+
+
+@sum_of_both
 def overlap(
     target: Distribution,  # the verifier's p
     draft: Distribution,  # the drafter's q
 ) -> Tensor:  # [N]
     """alpha = sum_v min(p, q): the probability that rejection sampling accepts a token drawn
     from q (arXiv 2211.17192, Corollary 3.6)."""
+    if torch.compiler.is_compiling():
+        # gradients need it: a kernel sums both on one way over the row, or none if unused
+        mass_below(target, draft)
     return torch.minimum(target.probs, draft.probs).sum(-1)
 
 # %% ../../nbs/nn/04_losses.ipynb #9b2b1065
@@ -154,11 +196,15 @@ def _log_ratio(a, m):
     return a.clamp_min(TINY).div(m.clamp_min(TINY)).log_()
 
 
-def _jsd(p, q):
+@sum_of_both
+def _to_middle(p, q):  # KL(p|m) and KL(q|m)
     m = (p.probs + q.probs) / 2
-    return (
-        rowdot(p.probs, _log_ratio(p.probs, m)) + rowdot(q.probs, _log_ratio(q.probs, m))
-    ) / 2
+    return rowdot(p.probs, _log_ratio(p.probs, m)), rowdot(q.probs, _log_ratio(q.probs, m))
+
+
+def _jsd(p, q):
+    of_p, of_q = _to_middle(p, q)
+    return (of_p + of_q) / 2
 
 
 def _ce(p, q):
@@ -169,9 +215,15 @@ def _soft_ce(p, q):
     return q.lse - rowdot(p.probs, q.logits)
 
 
+def _sum_of_few(x) -> Any:  # [N, k] -> [N]
+    # column by column, compiled: a sum over k instead of V tokens would be a kernel of its own
+    return sum(x.unbind(-1)) if torch.compiler.is_compiling() else x.sum(-1)
+
+
 def _topk_ce(p, q):
     mass = p.probs.gather(-1, p.best)
-    return q.lse * mass.sum(-1) - rowdot(mass, q.logits.gather(-1, p.best))
+    of_best = q.logits.gather(-1, p.best)
+    return q.lse * _sum_of_few(mass) - _sum_of_few(mass * of_best)
 
 
 def _tv(p, q):
@@ -201,7 +253,7 @@ def _rkl_grad(p, q, value):
 
 def _jsd_grad(p, q, value):
     log_q_m = _log_ratio(q.probs, (p.probs + q.probs) / 2)
-    return q.probs * (log_q_m - rowdot(q.probs, log_q_m)[:, None]) / 2
+    return q.probs * (log_q_m - _to_middle(p, q)[1][:, None]) / 2
 
 
 def _ce_grad(p, q, value):
@@ -210,12 +262,14 @@ def _ce_grad(p, q, value):
 
 def _topk_ce_grad(p, q, value):
     mass = p.probs.gather(-1, p.best)
-    return (q.probs * mass.sum(-1, keepdim=True)).scatter_add(-1, p.best, -mass)
+    grad = q.probs * _sum_of_few(mass)[:, None]
+    if not torch.compiler.is_compiling():
+        return grad.scatter_add(-1, p.best, -mass)
+    return grad - sum(p.probs * one_hot(tokens, grad) for tokens in p.best.unbind(-1))
 
 
 def _tv_grad(p, q, value):
-    below = q.probs * (q.probs <= p.probs)
-    return q.probs * below.sum(-1, keepdim=True) - below
+    return (mass_below(p, q)[:, None] - is_below(p, q)) * q.probs
 
 
 def _nla_grad(p, q, value):
@@ -293,6 +347,26 @@ def autograd_gradient(
         return torch.autograd.grad(total, logits)[0]
 
 
+def mixture_gradient(
+    target: Distribution,  # the verifier's p, rows [n, V]
+    draft: Distribution,  # the drafter's q, rows [n, V]
+    mixture: dict[str, float],  # name -> weight, from `parse_loss`
+    losses: dict[str, Tensor],  # name -> [n] values
+) -> Tensor:  # [n, V]
+    "The gradient of a mixture's weighted sum in the draft logits."
+    total: Any = None
+    for name, weight in mixture.items():
+        value, formula, _ = LOSSES[name]
+        if formula is None:
+            grad = autograd_gradient(value, target, draft)
+        else:
+            grad = formula(target, draft, losses[name])
+        if weight != 1:
+            grad *= weight
+        total = grad if total is None else total.add_(grad)
+    return total
+
+
 def score_rows(
     target: Distribution,  # the verifier's p, rows [n, V]
     draft: Distribution,  # the drafter's q, rows [n, V]
@@ -302,21 +376,11 @@ def score_rows(
     want_tokens: bool = False,
 ) -> ScoredRows:
     "The row losses of a mixture, the gradient of their weighted sum, and metrics."
-    losses, total = {}, None
-    for name in mixture:
-        losses[name] = LOSSES[name].value(target, draft)
-    for name, weight in mixture.items() if want_grad else ():
-        value, formula, _ = LOSSES[name]
-        if formula is None:
-            grad = autograd_gradient(value, target, draft)
-        else:
-            grad = formula(target, draft, losses[name])
-        if weight != 1:
-            grad *= weight
-        total = grad if total is None else total.add_(grad)
+    losses = {name: LOSSES[name].value(target, draft) for name in mixture}
     accept = overlap(target, draft) if want_accept else None
     tokens = draft.argmax if want_tokens else None
-    return ScoredRows(losses, draft.argmax == target.argmax, accept, tokens, total)
+    grad = mixture_gradient(target, draft, mixture, losses) if want_grad else None
+    return ScoredRows(losses, draft.argmax == target.argmax, accept, tokens, grad)
 
 # %% ../../nbs/nn/04_losses.ipynb #06a0f00d
 def register_loss(
@@ -346,18 +410,21 @@ def _joined(parts: list[Tensor | None]) -> Tensor | None:
 
 
 @compiled_on_cuda
-def _scores(target, drafts, label, term, mixture, *wanted):
+def _scores(target, drafts, label, term, mixture, want_grad, *metrics):
     # a plain tuple: torch 2.11 cannot compile a function that returns a changed named one
     p = Distribution(target, label)
     logits = [z.float() if term is None else z.float() + term for z in drafts]
-    slots = [score_rows(p, Distribution(z), mixture, *wanted) for z in logits]
-    losses = {name: torch.cat([slot.losses[name] for slot in slots]) for name in mixture}
-    correct = torch.cat([slot.correct for slot in slots])
-    accept = _joined([slot.accept for slot in slots])
-    tokens = _joined([slot.tokens for slot in slots])
-    grads: Any = [slot.grad for slot in slots]
-    if term is None and grads[0] is not None:
-        grads = [grad.to(z.dtype) for grad, z in zip(grads, drafts)]
+    slots = [(q, score_rows(p, q, mixture, False, *metrics)) for q in map(Distribution, logits)]
+    losses = {name: torch.cat([slot.losses[name] for _, slot in slots]) for name in mixture}
+    correct = torch.cat([slot.correct for _, slot in slots])
+    accept = _joined([slot.accept for _, slot in slots])
+    tokens = _joined([slot.tokens for _, slot in slots])
+    grads: Any = [None]
+    if want_grad:
+        # after the sums of all slots: a compiled kernel makes them on one way over p
+        grads = [mixture_gradient(p, q, mixture, slot.losses) for q, slot in slots]
+        if term is None:
+            grads = [grad.to(z.dtype) for grad, z in zip(grads, drafts)]
     return losses, correct, accept, tokens, _joined(grads)
 
 

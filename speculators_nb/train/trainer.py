@@ -244,7 +244,8 @@ class SpeculatorTrainer(PackedLoaders, WholeCheckpoints):
     @property
     def _by_rows(self):
         "Whether gradients of embedding tables list the rows that were read."
-        # on CUDA dense gradients are faster: P-EAGLE at 8B takes 75 ms a step, by rows 120
+        # on CUDA dense gradients were faster: P-EAGLE at 8B took 75 ms a step, by rows 120,
+        # in slices of 4 MiB; with larger ones (CUDA_SLICE_BYTES) it is not measured
         one_process = self.args.world_size == 1 and not self.args.fsdp
         return one_process and self.args.device.type == "cpu"
 
