@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import typer
 
 from ..core.files import read_object, write_object
-from ..core.options import FIRST_CHOICE, HERE, check_options, shown, typed
+from ..core.options import HERE, check_options, shown, typed
 from ..core.provenance import identify, without_secrets
 from .command import one_line
 from .main import app
@@ -581,11 +581,10 @@ def plan(
     check_options(locals(), "plan")
     stages = stages_of(recipe)[0]
     # after a wrong recipe is refused: this imports torch
-    from ..plan.requirements import GB, machine_of, requirements
+    from ..plan.requirements import GB, machine_of, requirements, training_values
 
     sections = {stage.name: stage.values for stage in stages}
-    training = sections.get("train")
-    algorithm = (training["algorithm"] or FIRST_CHOICE) if training else ""
+    algorithm = training_values(sections["train"])["algorithm"] if "train" in sections else ""
     place = None if memory is None else memory * GB
     machine = machine_of(algorithm, devices, place, tflops, mfu, bandwidth)
     free = None if disk is None else disk * GB
