@@ -49,8 +49,10 @@ class _Strict(yaml.SafeLoader):
 
 for _kind in ("int", "float"):
     _Strict.add_constructor(f"tag:yaml.org,2002:{_kind}", _Strict._number)
-# 1e-3, which is text in YAML 1.1
-_Strict.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
+# 1e-3 and 2.5e11, which are text in YAML 1.1
+_Strict.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
 
 
 def _once(pairs):

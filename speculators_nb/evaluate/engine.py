@@ -167,7 +167,7 @@ class EngineEvaluation:
         if table.k.nunique() > 1:
             table = table.assign(drafter=table.drafter + ", K=" + table.k.astype(str))
         overall = _lightest(self.summary[self.summary.domain == "all"])
-        best = overall.sort_values("mean_length").iloc[-1]
+        best = overall.sort_values("mean_length", na_position="first").iloc[-1]
         finding = f"{best.drafter}, K={best.k}, in the engine: {best.mean_length:.2f} tokens a step"
         return plot_acceptance(table, title or f"{finding} at temperature {best.temperature:g}")
 
@@ -193,7 +193,7 @@ class EngineEvaluation:
         axes[0][0].legend(frameon=False)
         drafted, finding = table[table.k > 0], ""
         if "speedup" in table and not drafted.speedup.isna().all():
-            best = drafted.sort_values("speedup").iloc[-1]
+            best = drafted.sort_values("speedup", na_position="first").iloc[-1]
             finding = f"K={best.k} with {best.concurrency} at once: {best.speedup:.2f} times the tokens per second"
         fig.suptitle(title or finding, x=0.01, ha="left", fontsize=11)
         plt.close(fig)

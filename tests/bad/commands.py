@@ -868,6 +868,8 @@ EXPERIMENTS = [
     ),
     ("a common value", "common: {max_steps: few}\nsettings: {a: {}}", "e.yaml: common.max_steps='few': is text"),
     ("a seed", "settings: {a: {seed: 1}}", "e.yaml: settings.a.seed=1: is no training option; leave it out"),
+    ("a verifier", "common: {verifier: v}\nsettings: {a: {}}", "common.verifier='v': is no training option; leave it out"),
+    ("a folder", "common: {folder: f}\nsettings: {a: {}}", "e.yaml: common.folder='f': is no training option"),
     ("no such algorithm", "settings: {a: {algorithm: eagel3}}", "settings.a.algorithm='eagel3': .*Did you mean eagle3"),
     ("no such algorithm for all", "algorithm: 3\nsettings: {a: {}}", "e.yaml: algorithm=3: is no word"),
     ("no seeds", "seeds: 0\nsettings: {a: {}}", "e.yaml: seeds=0: must be at least 1"),
