@@ -296,4 +296,7 @@ def test_evaluate_refuses_domains_that_do_not_fit(verifier):
 def test_a_drafter_that_was_not_measured_is_not_the_best():
     summary = pd.DataFrame(dict(drafter=["a", "b"], domain="all", temperature=0.0, mean_length=[2.5, math.nan]))
     positions = pd.DataFrame(dict(drafter=["a", "b"], position=1, unconditional=[0.8, math.nan]))
-    assert Evaluation(summary, positions, {}).plot().get_suptitle() == "a goes furthest: 2.50 tokens a step at temperature 0"
+    assert (
+        Evaluation(summary, positions, {}).plot().get_suptitle()
+        == "a goes furthest: 2.50 tokens a step at temperature 0"
+    )

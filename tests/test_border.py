@@ -265,7 +265,9 @@ def test_an_experiment_s_field_that_is_given_twice_is_refused(tmp_path, text):
 
 def test_numbers_as_people_write_them_are_numbers(tmp_path):
     (tmp_path / "r.yaml").write_text("prepare: {seed: 0, max_length: 1_024, val_fraction: 2.5e-1}")
-    assert read_recipe(tmp_path / "r.yaml", "prepare", cli.app.functions) == dict(seed=0, max_length=1024, val_fraction=0.25)
+    assert read_recipe(tmp_path / "r.yaml", "prepare", cli.app.functions) == dict(
+        seed=0, max_length=1024, val_fraction=0.25
+    )
     for number in ("2.5e3", "1e-3", "0x10", "-1.e2"):
         (tmp_path / "r.yaml").write_text(f"learning_rate: {number}")
         assert isinstance(read_plain(tmp_path / "r.yaml", "recipe", "")["learning_rate"], (int, float)), number

@@ -159,7 +159,7 @@ def test_rows_are_counted_where_a_conversation_has_several(tmp_path):
 
 
 def test_features_that_are_there_are_counted_and_not_made(quick, tmp_path):
-    "Of a recipe that trains and no more: its rows and its verifier are those of the features, which are read from disk."
+    "Of a recipe that trains and no more: rows and verifier are those of the features, which are read from disk."
     rows = Dataset.from_list([dict(input_ids=[5, 6, 7], loss_mask=[0, 1, 1])] * 4)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"train: {{data_dir: {tmp_path}/features, output_dir: {tmp_path}/drafter}}")

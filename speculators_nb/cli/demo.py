@@ -310,7 +310,7 @@ def real(
     n_heldout: int | None = 16,  # of the held-out questions; None: all
     k: int = 4,  # tokens drafted in a step, and trained to be
     epochs: float = 2,  # passes over the training answers
-    draft_vocab_size: int = 8000,  # most frequent tokens that the drafter knows
+    draft_vocab_size: int = 8000,  # most frequent tokens that it knows, if it need not know all
     seed: int = 0,  # of everything
 ) -> Evaluation:  # what was measured; also in `output_dir`
     """The demo with a language model that people use: SmolLM2-135M-Instruct is fetched (93 MB),
@@ -327,7 +327,9 @@ def real(
     model = Verifier.from_pretrained(str(name), dtype="float32")
     stages.begin("answers", "token ids and loss masks of its answers")
     rows = prepare_data(data, name, folder / "prepared", max_length=1024, max_samples=max_samples, seed=seed).rows
-    sizes: dict[str, Any] = dict(num_train_epochs=epochs, draft_vocab_size=draft_vocab_size)
+    sizes: dict[str, Any] = dict(num_train_epochs=epochs)
+    if not SpeculatorModel.registered_class(algorithm).whole_vocabulary:
+        sizes["draft_vocab_size"] = draft_vocab_size
     # a share of all steps: three evaluations and checkpoints, however many conversations
     often = dict.fromkeys(("eval_strategy", "save_strategy"), "steps")
     often |= dict.fromkeys(("eval_steps", "save_steps"), 1 / 3)
