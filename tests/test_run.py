@@ -116,6 +116,9 @@ def test_a_second_run_does_nothing_and_a_change_reaches_what_follows(whole, monk
     assert set(states(folder, monkeypatch).values()) == {"done"}
     kept = report(folder)
     assert cli.run("recipe.yaml") == [] and report(folder) == kept
+    how = RECIPE.replace("out/features}", "out/features, patience: 60, device: cpu}", 1)
+    how = how.replace("num_proc: 1", "num_proc: 2")
+    assert set(states(folder, monkeypatch, how).values()) == {"done"}, "the same comes out"
     other = RECIPE.replace("1e-3", "2e-3")
     again = ["regenerate", "prepare", "features"]
     assert states(folder, monkeypatch, other) == dict.fromkeys(again, "done") | dict.fromkeys(

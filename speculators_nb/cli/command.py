@@ -53,15 +53,11 @@ def shell_type(annotation: ast.expr | None) -> type | None:
 
 def _imported(name):
     "A module. Its import makes a million objects that stay; to look for garbage among them would take a fifth longer."
-    if name not in sys.modules:
-        gc.collect()  # so that no garbage is frozen with the rest
-        gc.disable()
-        try:
-            import_module(name)
-        finally:
-            gc.freeze()
-            gc.enable()
-    return sys.modules[name]
+    gc.disable()
+    try:
+        return import_module(name)
+    finally:
+        gc.enable()
 
 
 def library(module: str, name: str) -> Callable:

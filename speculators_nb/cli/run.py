@@ -153,11 +153,12 @@ def missing_inputs(stages: list[Stage], wanted: list[Stage]) -> list[str]:  # on
 # ---- what is done: the record of a run
 
 # arguments of a command that do not change what comes out
+SHARED = "server", "concurrency", "patience", "engine", "rank", "world_size", "device"
 HOW = {
-    "regenerate": ("server", "concurrency", "batch_size", "device"),
+    "regenerate": (*SHARED, "batch_size"),
     "prepare": ("num_proc",),
-    "features": ("server", "storage", "concurrency", "max_tokens", "device"),
-    "train": ("server", "storage"),
+    "features": (*SHARED, "storage", "max_tokens"),
+    "train": ("server", "storage", "patience"),
 }
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 from tqdm.auto import tqdm
 
-from ..core.files import atomic_write, read_object, write_object, write_text
+from ..core.files import read_object, save_figure, write_object, write_text
 from ..core.http_client import Endpoint
 from ..core.options import check_options
 from ..core.provenance import without_secrets, write_provenance
@@ -94,11 +94,6 @@ def read_table(file: Path, **setting: int) -> pd.DataFrame:
 
 def _lightest(table):
     return table[table.concurrency == table.concurrency.min()]
-
-
-def _save_figure(figure, file):
-    with atomic_write(file) as tmp:
-        figure.savefig(tmp, format="png", dpi=110)
 
 
 def _placed(answer) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
@@ -214,13 +209,13 @@ class EngineEvaluation:
         write_text(folder / "requests.jsonl", self.requests.to_json(orient="records", lines=True))
         write_object(folder / "settings.json", without_secrets(self.settings))
         if len(self.positions):
-            _save_figure(self.plot(), folder / "acceptance.png")
+            save_figure(folder / "acceptance.png", self.plot())
         if len(self.performance):
-            _save_figure(self.plot_speed(), folder / "speed.png")
+            save_figure(folder / "speed.png", self.plot_speed())
         if len(ranges):
             from ..core.plot import plot_ranges  # matplotlib, only to draw
 
-            _save_figure(plot_ranges(_lightest(ranges)), folder / "ranges.png")
+            save_figure(folder / "ranges.png", plot_ranges(_lightest(ranges)))
         return folder
 
     @classmethod
