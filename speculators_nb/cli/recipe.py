@@ -379,8 +379,8 @@ def recipe_path(output: str | os.PathLike, command: str) -> Path:  # folder/comm
     return output.with_name(f"{output.name}.recipe.yaml") if output.is_file() else output / f"{command}.recipe.yaml"
 
 
-# what is done with an output that exists: no part of how it is made
-DECIDED_ANEW = "overwrite", "resume"
+# what is done with an output that exists, and which share of it here: no part of how it is made
+DECIDED_ANEW = "overwrite", "resume", "rank", "world_size"
 
 
 def recipe_section(values: Mapping) -> dict:  # as YAML gives it back

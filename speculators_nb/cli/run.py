@@ -153,7 +153,7 @@ def missing_inputs(stages: list[Stage], wanted: list[Stage]) -> list[str]:  # on
 # ---- what is done: the record of a run
 
 # arguments of a command that do not change what comes out
-SHARED = "server", "concurrency", "patience", "engine", "rank", "world_size", "device"
+SHARED = "server", "concurrency", "patience", "engine", "device"
 HOW = {
     "regenerate": (*SHARED, "batch_size"),
     "prepare": ("num_proc",),
