@@ -218,7 +218,7 @@ class RunRecord:
 
     def skip(self, stage: Stage, why: str):
         "Note that a stage does not run on this machine; what is known of an earlier result is kept, but that it fits."
-        known = {name: value for name, value in self.entry(stage).items() if name != "done"}
+        known = {name: v for name, v in self.entry(stage).items() if name not in ("done", "seconds", "code", "text")}
         self.stages[stage.name] = known | {"command": stage.command, "skipped": why}
         self.write()
 

@@ -2,6 +2,7 @@
 A record has command, arguments, inputs and versions; nothing that is written or printed has a secret."""
 
 import base64
+import contextlib
 import functools
 import hashlib
 import html
@@ -236,10 +237,8 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:  # of those 
     "Versions of the packages that shape a result."
     found = {}
     for p in packages:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             found[p] = version(p)
-        except PackageNotFoundError:
-            continue
     return found
 
 
