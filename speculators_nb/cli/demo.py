@@ -235,7 +235,7 @@ def _from_features(
 
 
 def _begin(command, options, count) -> tuple[Path, dict[str, Any], Stages]:
-    "The folder of a demo, its other options, and its stages. Errors: of options; FileExistsError as of `check_settings`."
+    "The folder of a demo, its other options, its stages. Errors: of options; FileExistsError as of `check_settings`."
     check_options(options, command)
     given = {n: str(v) if isinstance(v, os.PathLike) else v for n, v in options.items()}
     folder = Path(given.pop("output_dir"))

@@ -207,7 +207,7 @@ def identify(source: str | os.PathLike) -> dict:
         return named | ({"commit": commit} if commit else {})
     records = [path / name for name in RECORDS if (path / name).is_file()]
     if records:
-        # by its records, without their clocks, its weights and its config: the same work done again has the same digest,
+        # by its records, without their clocks, and what is beside them: the same work done again has the same digest,
         # also if it was interrupted
         for file in records:
             record = {k: v for k, v in read_object(file).items() if k not in _CLOCKS}

@@ -383,7 +383,7 @@ class Requirements(NamedTuple):
 
     @property
     def stages(self) -> dict[str, float]:  # name -> seconds, each with all devices
-        "Answers, features and training, one after the other. Where no features are written or there, training makes them."
+        "Answers, features, training, one after the other. Where no features are written or there, training makes them."
         servers = max(1, self.machine.devices // self.serving.width)
         read = self.machine.seconds(self.read_flops, servers * self.serving.width)
         found = {}
