@@ -153,6 +153,9 @@ class WholeLines:
             self.stream.write(line + "\n")
         return len(text)
 
+    def flush(self):
+        self.stream.flush()
+
     def __getattr__(self, name):
         return getattr(self.stream, name)
 

@@ -418,7 +418,7 @@ def training_values(values: Mapping[str, Any]) -> dict[str, Any]:
     own = dict(algorithm=algorithm, draft_vocab_size=getattr(config, "draft_vocab_size", None))
     if layers is not None and not SpeculatorModel.registered_class(algorithm).fixed_layers:
         own |= dict(num_layers=layers.num_hidden_layers, draft_arch=layers.model_type)
-    return dict(values, **own)
+    return dict(values) | own
 
 
 def requirements(
