@@ -17,6 +17,7 @@ from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.suffix import SuffixDrafter
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.evaluate.acceptance import (
+    Evaluation,
     acceptance_summary,
     acceptance_table,
     count,
@@ -290,3 +291,12 @@ def test_filters_are_those_of_generate(verifier):
 def test_evaluate_refuses_domains_that_do_not_fit(verifier):
     with pytest.raises(ValueError, match="1 domains for 2 prompts"):
         evaluate(verifier, {"n-gram": NgramDrafter()}, [[1], [2]], domains=["a"])
+
+
+def test_a_drafter_that_was_not_measured_is_not_the_best():
+    summary = pd.DataFrame(dict(drafter=["a", "b"], domain="all", temperature=0.0, mean_length=[2.5, math.nan]))
+    positions = pd.DataFrame(dict(drafter=["a", "b"], position=1, unconditional=[0.8, math.nan]))
+    assert (
+        Evaluation(summary, positions, {}).plot().get_suptitle()
+        == "a goes furthest: 2.50 tokens a step at temperature 0"
+    )

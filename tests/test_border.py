@@ -17,7 +17,7 @@ from bad.harness import GOOD, typed
 from speculators_nb.cli import main as cli
 from speculators_nb.cli.command import _next_line
 from speculators_nb.cli.inputs import read_experiment_file
-from speculators_nb.cli.recipe import read_recipe, with_home
+from speculators_nb.cli.recipe import read_plain, read_recipe, with_home
 from speculators_nb.cli.run import Planned, RunRecord, Stage, arguments_for, plan_of
 from speculators_nb.core.concurrency import pause
 from speculators_nb.core.options import printable
@@ -264,8 +264,13 @@ def test_an_experiment_s_field_that_is_given_twice_is_refused(tmp_path, text):
 
 
 def test_numbers_as_people_write_them_are_numbers(tmp_path):
-    (tmp_path / "r.yaml").write_text("prepare: {seed: 0, max_length: 1_024}\ntrain: {learning_rate: 0.5, seed: 0x10}")
-    assert read_recipe(tmp_path / "r.yaml", "prepare", cli.app.functions) == dict(seed=0, max_length=1024)
+    (tmp_path / "r.yaml").write_text("prepare: {seed: 0, max_length: 1_024, val_fraction: 2.5e-1}")
+    assert read_recipe(tmp_path / "r.yaml", "prepare", cli.app.functions) == dict(
+        seed=0, max_length=1024, val_fraction=0.25
+    )
+    for number in ("2.5e3", "1e-3", "0x10", "-1.e2"):
+        (tmp_path / "r.yaml").write_text(f"learning_rate: {number}")
+        assert isinstance(read_plain(tmp_path / "r.yaml", "recipe", "")["learning_rate"], (int, float)), number
 
 
 # --- a server that refuses --------------------------------------------------------------------------------------------

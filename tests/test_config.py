@@ -308,20 +308,13 @@ def test_pydantic_names():
     config = Toy(speculators_config=shared(), draft_vocab_size=128)
     dumped = config.model_dump()
     assert dumped == config.to_dict() == config.model_dump(mode="json")
-    assert json.loads(config.model_dump_json(indent=1)) == json.loads(json.dumps(dumped))
     for made in (
         Toy.model_validate(dumped),
         SpeculatorModelConfig.model_validate(dumped),
-        Toy.model_validate_json(config.model_dump_json()),
         Toy.model_validate({k: v for k, v in dumped.items() if k != "speculators_model_type"}),
         Toy.model_validate(config),
-        config.model_copy(),
     ):
         assert type(made) is Toy and made == config
-    copied = config.model_copy(update=dict(draft_vocab_size=64))
-    assert (copied.draft_vocab_size, config.draft_vocab_size) == (64, 128)
-    with pytest.raises(ValueError, match="Toy.draft_vocab_size=0"):
-        config.model_copy(update=dict(draft_vocab_size=0))
     with pytest.raises(ValueError, match="speculators_model_type='toy_config_test' makes a Toy"):
         Child.model_validate(dumped)
     with pytest.raises(TypeError, match="Toy.model_validate takes a dictionary, not list"):

@@ -137,6 +137,8 @@ def test_the_page_of_a_run(tmp_path):
     (tmp_path / "trainer_state.json").write_text(json.dumps(state))
     section = training_section("train", tmp_path, {"algorithm": "eagle3"})
     assert section.figures["accuracy"].axes[0].get_title(loc="left") == "Position 1 ends at 50%"
+    by_length = dict(algorithm="eagle3", extra=["metric_for_best_model=eval_mean_length"])
+    assert "step 30 (mean_length 2.8000)" in training_section("train", tmp_path, by_length).text
     assert "step 30 (loss 2.8000)" in section.text and plot_accuracy(log[["step", "loss"]]) is None
     # a block's slot 0 is no draft token; P-EAGLE has accuracies alone
     block = {"eval_accept_1": [0.5], "eval_accept_2": [0.3], "eval_position_1_acc": [0.2]}

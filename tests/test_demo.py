@@ -102,6 +102,16 @@ def test_the_report_draws_the_weights_of_the_run(algorithm, given, weights, tmp_
         np.testing.assert_allclose(lines[0].get_ydata(), weights, rtol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("algorithm", "size"),
+    [("eagle3", 8000), ("dspark", 8000), *((a, None) for a in ("medusa", "eagle", "dflash2", "lilicorr"))],
+)
+def test_a_real_drafter_that_must_know_all_tokens_does(tmp_path, monkeypatch, algorithm, size):
+    monkeypatch.setattr("speculators_nb.cli.demo._from_features", lambda training, **_: training)
+    training = real(tmp_path, ROOT / "data/tiny-verifier", ROOT / "data/answers/train.jsonl", algorithm, max_samples=3)
+    assert training.get("draft_vocab_size") == size
+
+
 @pytest.mark.nightly
 def test_the_demo_of_a_real_verifier_holds_out_and_goes_on_where_it_stopped(tmp_path, capsys, monkeypatch):
     "With the tiny verifier and its shipped answers in the place of those that are fetched."

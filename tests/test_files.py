@@ -20,7 +20,7 @@ from speculators_nb.core import files as utils
 from speculators_nb.core.checkpoints import (
     checkpoint_index,
     load_tensors,
-    read_checkpoint_tensors,
+    read_state,
     resolve_checkpoint,
     save_tensors,
 )
@@ -208,7 +208,7 @@ def sharded(folder, weight_map):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_single_and_sharded_folders_read_only_what_is_wanted(tmp_path):
+def test_a_single_file_and_shards_are_one_checkpoint(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     tensors = {
         "model.embed_tokens.weight": torch.randn(4, 2),
@@ -226,12 +226,12 @@ def test_single_and_sharded_folders_read_only_what_is_wanted(tmp_path):
             "model.layers.0.input_norm.weight": "absent.safetensors",
         },
     )
-    for folder in (one, two):  # the absent shard is never opened, because nothing in it is wanted
-        got = read_checkpoint_tensors(folder, "embed_tokens.weight", "norm.weight")
-        assert got.keys() == {"model.embed_tokens.weight", "model.norm.weight"}
-        assert all(torch.equal(got[n], tensors[n]) for n in got)
+    index = checkpoint_index(two)  # which opens no shard
+    assert checkpoint_index(one).keys() == index.keys() and {f.parent for f in index.values()} == {two}
+    got = read_state(one)
+    assert got.keys() == tensors.keys() and all(torch.equal(got[n], tensors[n]) for n in got)
     with pytest.raises(FileNotFoundError, match="absent.safetensors"):
-        read_checkpoint_tensors(two, "input_norm.weight")
+        read_state(two)
 
 
 def test_pickles_are_refused_with_the_way_out(tmp_path):

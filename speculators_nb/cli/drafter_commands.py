@@ -11,7 +11,7 @@ import torch
 
 from ..core.checkpoints import remote_code
 from ..core.config import SpeculatorModelConfig
-from ..core.files import atomic_write, disk_errors, writable_folder, write_text
+from ..core.files import disk_errors, save_figure, writable_folder, write_text
 from ..core.options import FILTERS, FIRST_CHOICE, NO_WEIGHTS, check_options, pairs
 from ..core.provenance import provenance_path, write_provenance
 from ..data.prepared_folder import read_data_config
@@ -331,8 +331,7 @@ def evaluate(
 def _save(path: Path, table: str, figure: Figure, suffix: str = ".csv"):
     "A table and its picture, as path.csv and path.png."
     write_text(path.with_suffix(suffix), table)
-    with atomic_write(path.with_suffix(".png")) as temporary:
-        figure.savefig(temporary, format="png", dpi=110)
+    save_figure(path.with_suffix(".png"), figure)
 
 
 def calibrate(

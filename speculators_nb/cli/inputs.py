@@ -150,7 +150,8 @@ class ExperimentFile(NamedTuple):
 SIZES = "seeds", "k", "draft_lengths", "n_prompts", "max_new_tokens", "workers"
 DATA = "features", "heldout"  # of one's own: paths from the working folder, as in commands
 FIELDS = (*SIZES, *DATA, "algorithm", "settings", "grid", "common", "import")
-DECIDED = {"seed", "overwrite", "output_dir", *FIELDS}  # no training arguments
+# no training arguments
+DECIDED = {"seed", "overwrite", "output_dir", "folder", "output", "data_dir", "verifier", *FIELDS}
 
 
 def _training_arguments(values, algorithm, where) -> dict[str, Any]:

@@ -78,7 +78,8 @@ def _trained(trainer):
     table, out = evaluation_table(trainer.state.log_history), trainer.args.output_dir
     best = ""
     if "held-out loss" in table:
-        row = table.iloc[table["held-out loss"].argmin()].to_dict()
+        kept = table[table.step == trainer.state.best_global_step]  # by metric_for_best_model
+        row = (kept if len(kept) else table.nsmallest(1, "held-out loss")).iloc[-1].to_dict()
         best = f"The best evaluation:\n{header_line(row)}\n{row_line(row)}\n"
     return f"{best}Drafter, history and checkpoints are in {out}"
 

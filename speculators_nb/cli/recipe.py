@@ -49,8 +49,10 @@ class _Strict(yaml.SafeLoader):
 
 for _kind in ("int", "float"):
     _Strict.add_constructor(f"tag:yaml.org,2002:{_kind}", _Strict._number)
-# 1e-3, which is text in YAML 1.1
-_Strict.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?\d+[eE][-+]?\d+$"), list("-+0123456789"))
+# 1e-3 and 2.5e11, which are text in YAML 1.1
+_Strict.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+$"), list("-+0123456789")
+)
 
 
 def _once(pairs):
@@ -324,7 +326,7 @@ def read_recipe(path: str | os.PathLike, command: str, commands: Mapping[str, Ca
     return _with_shared(path, command, known, shared, sections.get(command, {}))
 
 
-def _without_default(function) -> tuple[list[str], list[str]]:  # all; those that may be left out
+def without_default(function) -> tuple[list[str], list[str]]:  # all; those that may be left out
     "The arguments of a command that have no default; one that may be None may be left out."
     parameters, kinds = inspect.signature(function).parameters.values(), fields_of(function)
     needed = [p.name for p in parameters if p.default is p.empty]
@@ -338,7 +340,7 @@ def resolve(function: Callable, flags: Mapping, recipe: Mapping | None = None) -
     recipe = recipe or {}
     given = {**recipe, **flags}
     defaults = {p.name: p.default for p in inspect.signature(function).parameters.values()}
-    needed, optional = _without_default(function)
+    needed, optional = without_default(function)
     for name, following in pairwise(needed):
         if name in optional and name in flags and following not in given:
             given[following] = given.pop(name)
@@ -362,7 +364,7 @@ def read_sections(path: str | os.PathLike, commands: Mapping[str, Callable]) -> 
     for name, section in sections.items():
         command = command_of(name)
         mine = _with_shared(path, command, known, shared, section)
-        needed, optional = _without_default(commands[command])
+        needed, optional = without_default(commands[command])
         for field in needed:
             if field not in mine and field not in optional:
                 raise ValueError(f"{path}: section {name}: {field} is missing; write {field}: … in it")
@@ -377,8 +379,8 @@ def recipe_path(output: str | os.PathLike, command: str) -> Path:  # folder/comm
     return output.with_name(f"{output.name}.recipe.yaml") if output.is_file() else output / f"{command}.recipe.yaml"
 
 
-# what is done with an output that exists: no part of how it is made
-DECIDED_ANEW = "overwrite", "resume"
+# what is done with an output that exists, and which share of it here: no part of how it is made
+DECIDED_ANEW = "overwrite", "resume", "rank", "world_size"
 
 
 def recipe_section(values: Mapping) -> dict:  # as YAML gives it back

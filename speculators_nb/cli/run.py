@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 import typer
 
 from ..core.files import read_object, write_object
-from ..core.options import FIRST_CHOICE, HERE, check_options, shown, typed
+from ..core.options import HERE, check_options, shown, typed
 from ..core.provenance import identify, without_secrets
 from .command import one_line
 from .main import app
@@ -47,11 +47,12 @@ def same_place(a: str | os.PathLike, b: str | os.PathLike) -> bool:
 
 def paths_of(stage: Stage) -> dict[str, str]:  # argument -> text
     "The arguments that may name something that the stage reads."
-    given = {k: v for k, v in stage.values.items() if isinstance(v, (str, Path))}
-    for name in ("runs", "data", "evaluations"):
-        if isinstance(texts := stage.values.get(name), list):
-            given |= {f"{name} {i}": text.rpartition("=")[2] for i, text in enumerate(texts, 1)}
-    return {k: str(v) for k, v in given.items() if Path(v) != stage.output}
+    written = app.outputs[stage.command]
+    given = {k: v for k, v in stage.values.items() if isinstance(v, (str, Path)) and k != written}
+    for name in ("runs", "evaluation"):
+        for i, text in enumerate(stage.values.get(name) or (), 1):
+            given[f"{name} {i}"] = text.rpartition("=")[2]
+    return {k: str(v) for k, v in given.items()}
 
 
 def depends_on(stage: Stage, earlier: Stage) -> list[str]:
@@ -122,7 +123,7 @@ def folder_of(stages: list[Stage], own: dict) -> Path:
 # arguments that a stage reads; another text is a number, a name, or where it writes
 READS = (
     *("data", "data_dir", "drafter", "folder", "checkpoint", "from_pretrained", "prepared"),
-    *("features", "runs", "evaluations"),
+    *("features", "runs", "evaluation"),
 )
 
 
@@ -152,11 +153,12 @@ def missing_inputs(stages: list[Stage], wanted: list[Stage]) -> list[str]:  # on
 # ---- what is done: the record of a run
 
 # arguments of a command that do not change what comes out
+SHARED = "server", "concurrency", "patience", "engine", "device"
 HOW = {
-    "regenerate": ("server", "concurrency", "batch_size", "device"),
+    "regenerate": (*SHARED, "batch_size"),
     "prepare": ("num_proc",),
-    "features": ("server", "storage", "concurrency", "max_tokens", "device"),
-    "train": ("server", "storage"),
+    "features": (*SHARED, "storage", "max_tokens"),
+    "train": ("server", "storage", "patience"),
 }
 
 
@@ -215,8 +217,9 @@ class RunRecord:
         return stage.output is None or not is_there(stage.output) or self.entry(stage).get("fresh", False)
 
     def skip(self, stage: Stage, why: str):
-        "Note that a stage does not run on this machine."
-        self.stages[stage.name] = {"command": stage.command, "skipped": why}
+        "Note that a stage does not run on this machine; what is known of an earlier result is kept, but that it fits."
+        known = {name: v for name, v in self.entry(stage).items() if name not in ("done", "seconds", "code", "text")}
+        self.stages[stage.name] = known | {"command": stage.command, "skipped": why}
         self.write()
 
     def end(self, stage: Stage, seconds: float, **found: Any):
@@ -257,9 +260,6 @@ def plan_of(stages: list[Stage], record: RunRecord) -> list[Planned]:
     "What is to be done, stage by stage, and why."
     planned, remade = [], []
     for stage in stages:
-        if why := _not_here(stage):
-            planned.append(Planned(stage, "skipped", why))
-            continue
         entry, output = record.entry(stage), stage.output
         there, begun = output is not None and is_there(output), "arguments" in entry
         follows = [entry["outdated"]] if "outdated" in entry else [s.name for s in remade if depends_on(stage, s)]
@@ -279,6 +279,8 @@ def plan_of(stages: list[Stage], record: RunRecord) -> list[Planned]:
         else:
             state = "will reuse"
             why = "what is there was not made by this run: what fits is kept and completed, else refused"
+        if state != "done" and (missing := _not_here(stage)):
+            state, why = "skipped", missing
         if state in ("will run", "will run again", "will continue"):
             remade.append(stage)
         planned.append(Planned(stage, state, why))
@@ -421,9 +423,12 @@ def in_child(command: str, values: dict, sender: Any):
     sys.stdout.write = tee
     try:
         with one_line(app.functions[command]):
-            app.perform[command](values)
-    except typer.Exit as e:
-        code = e.exit_code
+            try:
+                app.perform[command](values)
+            except typer.Exit as verdict:
+                code = verdict.exit_code
+    except typer.Exit as e:  # 1 is a verdict's alone
+        code = max(e.exit_code, 2)
     except KeyboardInterrupt:
         code = 130
     sys.stdout.flush()
@@ -577,11 +582,10 @@ def plan(
     check_options(locals(), "plan")
     stages = stages_of(recipe)[0]
     # after a wrong recipe is refused: this imports torch
-    from ..plan.requirements import GB, machine_of, requirements
+    from ..plan.requirements import GB, machine_of, requirements, training_values
 
     sections = {stage.name: stage.values for stage in stages}
-    training = sections.get("train")
-    algorithm = (training["algorithm"] or FIRST_CHOICE) if training else ""
+    algorithm = training_values(sections["train"])["algorithm"] if "train" in sections else ""
     place = None if memory is None else memory * GB
     machine = machine_of(algorithm, devices, place, tflops, mfu, bandwidth)
     free = None if disk is None else disk * GB

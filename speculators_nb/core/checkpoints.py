@@ -306,24 +306,6 @@ def checkpoint_index(name_or_path: str | os.PathLike) -> dict[str, Path]:
     raise FileNotFoundError(f"{folder}: no model.safetensors and no model.safetensors.index.json. {remedy}")
 
 
-def read_checkpoint_tensors(name_or_path: str | os.PathLike, *suffixes: str) -> dict[str, Tensor]:
-    "Read only the tensors whose name is, or ends with, one of `suffixes` (matched at a dot)."
-    wanted = {
-        name: file
-        for name, file in checkpoint_index(name_or_path).items()
-        if any(name == s or name.endswith(f".{s}") for s in suffixes)
-    }
-    return _load(wanted)
-
-
-def _load(index: dict[str, Path]) -> dict[str, Tensor]:
-    "Tensors from the files that hold them, each file opened once."
-    found: dict[str, Tensor] = {}
-    for file in sorted(set(index.values())):
-        found |= load_tensors(file, [name for name in index if index[name] == file])
-    return found
-
-
 _REMOTE_CODE = ContextVar("remote_code", default=False)
 
 
@@ -387,4 +369,7 @@ def read_state(path: str | os.PathLike) -> dict:  # name -> tensor
             f"{absent[0]}: no such file, and {listing.name} says that it holds "
             f"{', '.join(n for n in index if index[n] == absent[0])}; the checkpoint is incomplete, fetch it again"
         )
-    return _load(index)
+    found: dict[str, Tensor] = {}
+    for file in files:  # each is opened once
+        found |= load_tensors(file, [name for name in index if index[name] == file])
+    return found

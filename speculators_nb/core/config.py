@@ -3,7 +3,6 @@ They are one `config.json`, and a serving engine needs nothing else. Checks of i
 
 import copy
 import inspect
-import json
 import os
 import re
 from functools import cache, partial
@@ -532,25 +531,9 @@ class SpeculatorModelConfig(ClassRegistryMixin, PretrainedConfig):
         own_type = getattr(cls, "speculators_model_type", "")
         return cls.from_dict(({"speculators_model_type": own_type} if own_type else {}) | obj)
 
-    @classmethod
-    def model_validate_json(cls, json_data: str | bytes) -> Any:
-        "The config that a JSON text describes."
-        return cls.model_validate(json.loads(json_data))
-
     def model_dump(self, mode: str = "json") -> dict[str, Any]:
         "All fields as a plain dictionary of JSON values, whichever the mode."
         return self.to_dict()
-
-    def model_dump_json(self, indent: int | None = None) -> str:
-        "All fields as JSON; None: in one line."
-        return json.dumps(self.to_dict(), indent=indent)
-
-    def model_copy(self, update: dict[str, Any] | None = None) -> Self:
-        "A deep copy, with fields of it set to other values."
-        other = copy.deepcopy(self)
-        for name, value in (update or {}).items():
-            setattr(other, name, value)
-        return other
 
 
 def reload_schemas():

@@ -203,6 +203,12 @@ def write_object(path: str | os.PathLike, content: Mapping, indent: int | None =
     write_text(path, f"{text}\n", "backslashreplace")  # a lone surrogate, as a path may have: \udcff
 
 
+def save_figure(path: str | os.PathLike, figure: Any, **more: Any) -> None:  # matplotlib's, and its `savefig`'s
+    "Write a figure as PNG, as a whole or not at all. DiskError: as of `atomic_write`."
+    with atomic_write(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=110, **more)
+
+
 @contextlib.contextmanager
 def atomic_folder(path: str | os.PathLike, replace: bool = True) -> Iterator[Path]:
     """Fill a folder as a whole or not at all: on an exception the old folder stays as it was. The new content is

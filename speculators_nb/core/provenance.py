@@ -2,6 +2,7 @@
 A record has command, arguments, inputs and versions; nothing that is written or printed has a secret."""
 
 import base64
+import contextlib
 import functools
 import hashlib
 import html
@@ -192,7 +193,8 @@ def _hub_commit(name: str) -> str | None:
 
 # of a record: when and by which program, and what became of an interrupted run
 _CLOCKS = "generated_at", "reproducibility", "results", "earlier"
-_WEIGHTS = ".safetensors", ".npy"
+# files that a person changes, or a command adds, beside the record
+_BESIDE = re.compile(r".*\.(safetensors|npy)|config\.json|heldout\.jsonl")
 
 
 def identify(source: str | os.PathLike) -> dict:
@@ -205,14 +207,14 @@ def identify(source: str | os.PathLike) -> dict:
         return named | ({"commit": commit} if commit else {})
     records = [path / name for name in RECORDS if (path / name).is_file()]
     if records:
-        # by its records, without their clocks, and its weights: the same work done again has the same digest, also if
-        # it was interrupted
+        # by its records, without their clocks, and what is beside them: the same work done again has the same digest,
+        # also if it was interrupted
         for file in records:
             record = {k: v for k, v in read_object(file).items() if k not in _CLOCKS}
             if isinstance(given := record.get("arguments"), dict):
                 record["arguments"] = {k: v for k, v in given.items() if k != "resume"}
             h.update(json.dumps(record, sort_keys=True).encode())
-        for file in sorted(f for f in path.iterdir() if f.suffix in _WEIGHTS):
+        for file in sorted(f for f in path.iterdir() if _BESIDE.fullmatch(f.name)):
             if not file.name.startswith("hs_"):  # features: their record has the rows' digest
                 h.update(f"{file.name}:{_digest(file, END).hexdigest()}".encode())
         return named | {"record": records[0].name, "sha256": h.hexdigest()}
@@ -235,10 +237,8 @@ def versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:  # of those 
     "Versions of the packages that shape a result."
     found = {}
     for p in packages:
-        try:
+        with contextlib.suppress(PackageNotFoundError):
             found[p] = version(p)
-        except PackageNotFoundError:
-            continue
     return found
 
 

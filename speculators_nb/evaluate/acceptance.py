@@ -287,7 +287,8 @@ class Evaluation:
         interval."""
         from speculators_nb.core.plot import plot_acceptance  # matplotlib, only to draw
 
-        best = self.summary[self.summary.domain == "all"].sort_values("mean_length").iloc[-1]
+        whole = self.summary[self.summary.domain == "all"]
+        best = whole.sort_values("mean_length", na_position="first").iloc[-1]
         found = f"{best.drafter} goes furthest: {best.mean_length:.2f} tokens a step"
         found = f"{found} at temperature {best.temperature:g}"
         return plot_acceptance(self.positions, title or found)

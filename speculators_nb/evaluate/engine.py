@@ -20,7 +20,7 @@ import numpy as np
 import pandas as pd
 from tqdm.auto import tqdm
 
-from ..core.files import atomic_write, read_object, write_object, write_text
+from ..core.files import read_object, save_figure, write_object, write_text
 from ..core.http_client import Endpoint
 from ..core.options import check_options
 from ..core.provenance import without_secrets, write_provenance
@@ -96,11 +96,6 @@ def _lightest(table):
     return table[table.concurrency == table.concurrency.min()]
 
 
-def _save_figure(figure, file):
-    with atomic_write(file) as tmp:
-        figure.savefig(tmp, format="png", dpi=110)
-
-
 def _placed(answer) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     "As `count_ranges` takes them: where the steps of an answer are, what each accepted."
     if not isinstance(answer.step_accepted, list) or not answer.step_accepted:
@@ -167,7 +162,7 @@ class EngineEvaluation:
         if table.k.nunique() > 1:
             table = table.assign(drafter=table.drafter + ", K=" + table.k.astype(str))
         overall = _lightest(self.summary[self.summary.domain == "all"])
-        best = overall.sort_values("mean_length").iloc[-1]
+        best = overall.sort_values("mean_length", na_position="first").iloc[-1]
         finding = f"{best.drafter}, K={best.k}, in the engine: {best.mean_length:.2f} tokens a step"
         return plot_acceptance(table, title or f"{finding} at temperature {best.temperature:g}")
 
@@ -193,7 +188,7 @@ class EngineEvaluation:
         axes[0][0].legend(frameon=False)
         drafted, finding = table[table.k > 0], ""
         if "speedup" in table and not drafted.speedup.isna().all():
-            best = drafted.sort_values("speedup").iloc[-1]
+            best = drafted.sort_values("speedup", na_position="first").iloc[-1]
             finding = f"K={best.k} with {best.concurrency} at once: {best.speedup:.2f} times the tokens per second"
         fig.suptitle(title or finding, x=0.01, ha="left", fontsize=11)
         plt.close(fig)
@@ -214,13 +209,13 @@ class EngineEvaluation:
         write_text(folder / "requests.jsonl", self.requests.to_json(orient="records", lines=True))
         write_object(folder / "settings.json", without_secrets(self.settings))
         if len(self.positions):
-            _save_figure(self.plot(), folder / "acceptance.png")
+            save_figure(folder / "acceptance.png", self.plot())
         if len(self.performance):
-            _save_figure(self.plot_speed(), folder / "speed.png")
+            save_figure(folder / "speed.png", self.plot_speed())
         if len(ranges):
             from ..core.plot import plot_ranges  # matplotlib, only to draw
 
-            _save_figure(plot_ranges(_lightest(ranges)), folder / "ranges.png")
+            save_figure(folder / "ranges.png", plot_ranges(_lightest(ranges)))
         return folder
 
     @classmethod

@@ -11,7 +11,7 @@ import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
-from ..core.files import atomic_write
+from ..core.files import save_figure
 from ..core.plot import new_axes, plot_acceptance, plot_loss, plot_step_weights
 from ..core.provenance import versions
 from ..data.packing import collate
@@ -199,8 +199,7 @@ def training_figures(folder: Path, model, sample_row: dict, log: pd.DataFrame, *
             ylabel="query",
         )
     for name, fig in figures.items():
-        with atomic_write(folder / f"{name}.png") as tmp:
-            fig.savefig(tmp, format="png", dpi=110, bbox_inches="tight")
+        save_figure(folder / f"{name}.png", fig, bbox_inches="tight")
         plt.close(fig)
     return figures
 

@@ -33,7 +33,7 @@ from ..train.trainer import Measure, SpeculatorTrainer
 from ..verifier.identity import fingerprint
 from ..verifier.tapped_model import Verifier, default_aux_layer_ids
 from .paired import as_text
-from .shipped import read_corpus, shipped_data
+from .shipped import shipped_data
 
 
 def shipped_features(layers: list[int] | None = None, n: int | None = None) -> Path:
@@ -148,18 +148,13 @@ def heldout_setting(
     tapped = Verifier.from_pretrained(name, layers or None, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(name)
     stop = eos_ids_of(tapped, tokenizer)
-    if heldout is not None:
-        own = read_prompts(heldout, first=n_prompts)
-        ids = encode_prompts(own, tokenizer)
-        return HeldoutSetting(tapped, ids, [prompt.domain for prompt in own], stop)
-    data = shipped_data()
-    corpus = read_corpus(data / "corpus/heldout.jsonl")
-    known = dict.fromkeys(row["domain"] for row in corpus)
+    # all of them where some are chosen
+    found = read_prompts(heldout or shipped_data() / "corpus/heldout.jsonl", first=None if domains else n_prompts)
+    known = dict.fromkeys(prompt.domain for prompt in found)
     if unknown := [d for d in domains or () if d not in known]:
         raise ValueError(f"domains={shown(domains)}: {unknown[0]!r} is none of the corpus's. {near(unknown[0], known)}")
-    rows = [row for row in corpus if domains is None or row["domain"] in domains]
-    prompts, kinds = heldout_prompts(rows, tokenizer, n_prompts)
-    return HeldoutSetting(tapped, prompts, kinds, stop)
+    chosen = [prompt for prompt in found if domains is None or prompt.domain in domains][:n_prompts]
+    return HeldoutSetting(tapped, encode_prompts(chosen, tokenizer), [prompt.domain for prompt in chosen], stop)
 
 
 def measure_heldout(

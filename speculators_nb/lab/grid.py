@@ -35,7 +35,7 @@ from ..core.concurrency import end_with_parent
 from ..core.config import SpeculatorModelConfig
 from ..core.files import atomic_folder, read_object, write_object
 from ..core.options import check_options, duration, shown
-from ..core.provenance import read_provenance, write_provenance
+from ..core.provenance import identify, read_provenance, write_provenance
 from ..data.prepared_folder import read_data_config
 from ..decode.step_counts import COUNTS
 from ..evaluate.acceptance import count
@@ -114,10 +114,11 @@ class Subject(NamedTuple):
 
     def described(self) -> dict[str, Any]:
         """What a result depends on, by name. The shipped features' name is a hash of their content; others bring their
-        record."""
+        record, and prompts theirs."""
         about: dict[str, Any] = dict(features=Path(self.features).name)
-        if self.verifier is not None:
-            about |= dict(record=read_data_config(self.features), heldout=self.heldout)
+        if self.heldout is not None:
+            prompts = identify(self.heldout)
+            about |= dict(record=read_data_config(self.features), heldout=prompts.get("sha256", prompts["path"]))
         return about
 
 

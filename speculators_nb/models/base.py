@@ -633,7 +633,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         fields: dict[str, Any] = {}
         if cls.whole_vocabulary:
             check_whole_vocabulary(layer, t2d, d2t, draft_vocab_size, cls.whole_vocabulary)
-        else:
+        if hasattr(cls.config_class, "draft_vocab_size"):
             fields["draft_vocab_size"] = draft_vocab_size or (layer.vocab_size if t2d is None else int(t2d.sum()))
         if not cls.own_heads:
             fields["transformer_layer_config"] = layer

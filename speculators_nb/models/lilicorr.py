@@ -34,6 +34,7 @@ from speculators_nb.models.dflash import (
     parts_of_loss,
 )
 from speculators_nb.models.dflash2 import (
+    OF_CANDIDATES,
     ConvolvedLayer,
     DFlash2DraftModel,
     check_candidates,
@@ -333,6 +334,7 @@ class LiLiCorrDraftModel(DFlashDraftModel):
     that scores the paths through the likeliest tokens of their slots."""
 
     config_class: type[LiLiCorrSpeculatorConfig] = LiLiCorrSpeculatorConfig
+    whole_vocabulary = OF_CANDIDATES
     # by their names they would be tables
     hidden_matrices = "lilicorr.out_head.", "lilicorr.in_head.", "lilicorr.anchor_out_head."
     native_format = "lilicorr"

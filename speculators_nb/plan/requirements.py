@@ -11,11 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..core.config import SpeculatorModelConfig
 from ..core.options import FIRST_CHOICE, duration, pairs
-from ..data.prepared_folder import load_prepared
+from ..data.prepared_folder import load_prepared, read_data_config
 from ..features.feature_rows import stored_dtype
+from ..models.base import SpeculatorModel
 from ..nn.compiled import product_dtype
 from ..train.training_arguments import can_shard
+from ..verifier.folders import layout_of
 from ..verifier.identity import VerifierInfo
 from .disk import Disk, features_on_disk, free_disk
 from .sizes import DrafterSizes, cache_bytes, drafter_sizes, forward_flops, empty_drafter, verifier_sizes
@@ -157,10 +160,11 @@ def amount_of_data(
     expected: int | None,
     tokens_each: int,
 ) -> Amount:
-    """Count the rows of a prepared folder, at most so many (a conversation may have several), or assume one a
-    conversation where it is not there, or they are given: `conversations`, else `expected`, else 50,000, of
+    """Count the rows of a prepared folder or of features, at most so many (a conversation may have several), or assume
+    one a conversation where it is not there, or they are given: `conversations`, else `expected`, else 50,000, of
     `tokens_each`."""
     place = Path(folder or "")
+    place = place / "rows" if (place / "rows").is_dir() else place
     if conversations is None and folder and (place / "dataset_info.json").is_file():
         prepared = load_prepared(place)
         tokens = int(prepared.lengths[:most].sum())
@@ -366,6 +370,7 @@ class Requirements(NamedTuple):
     algorithm: str
     remedy: str  # for the step of training; "": it fits
     answers: Answers | None = None  # None: the recipe has no section regenerate
+    stored: bool = False  # the features are there
 
     @property
     def trained(self) -> float:  # tokens/s of all devices
@@ -378,7 +383,7 @@ class Requirements(NamedTuple):
 
     @property
     def stages(self) -> dict[str, float]:  # name -> seconds, each with all devices
-        "Answers, features and training, one after the other. Without a section features training makes them."
+        "Answers, features, training, one after the other. Where no features are written or there, training makes them."
         servers = max(1, self.machine.devices // self.serving.width)
         read = self.machine.seconds(self.read_flops, servers * self.serving.width)
         found = {}
@@ -388,7 +393,7 @@ class Requirements(NamedTuple):
             found["features"] = read
         if self.training:
             train = self.epochs * self.data.tokens / self.trained
-            found["training"] = train if self.disk else train + self.epochs * read
+            found["training"] = train if self.disk or self.stored else train + self.epochs * read
         return found
 
     @property
@@ -402,6 +407,18 @@ class Requirements(NamedTuple):
             has = f"a device has {self.machine.memory / GB:.3g} GB"
             found.append(f"the training step does not fit: {total:.3g} GB, {has}; write {self.remedy}")
         return found
+
+
+def training_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    "Arguments of `train` with what the drafter that it starts from says of itself."
+    if not values.get("from_pretrained"):
+        return dict(values, algorithm=values["algorithm"] or FIRST_CHOICE)
+    config: Any = SpeculatorModelConfig.from_pretrained(values["from_pretrained"])
+    algorithm, layers = config.speculators_model_type, getattr(config, "transformer_layer_config", None)
+    own = dict(algorithm=algorithm, draft_vocab_size=getattr(config, "draft_vocab_size", None))
+    if layers is not None and not SpeculatorModel.registered_class(algorithm).fixed_layers:
+        own |= dict(num_layers=layers.num_hidden_layers, draft_arch=layers.model_type)
+    return dict(values) | own
 
 
 def requirements(
@@ -418,11 +435,16 @@ def requirements(
     if not write and not train:
         raise ValueError("recipe: has no section features or train; there is nothing to plan")
     if train:
-        train = dict(train, algorithm=train["algorithm"] or FIRST_CHOICE)
+        train = training_values(train)
     machine = machine or Machine()
     first = dict(train or {}) | dict(write or {})
-    info = VerifierInfo.of(verifier or first.get("verifier") or "")
-    source = write["data"] if write else first.get("data_dir")
+    source = write["data"] if write else first["data_dir"]
+    made_by = read_data_config(source).get("model", {}).get("target_model_path")
+    name = verifier or first.get("verifier") or made_by
+    if not name:
+        raise ValueError(f"verifier is missing: {source} does not say which one made it; write it into the recipe")
+    info = VerifierInfo.of(name)
+    stored = not write and Path(source).is_dir() and layout_of(source) != "rows"
     most = write.get("max_samples") if write else None
     data = amount_of_data(source, most, conversations, conversations_of(sections), tokens_each)
     need = other = training = None
@@ -445,7 +467,7 @@ def requirements(
             remedy = smaller_step(info, train, machine.memory, training, machine.devices)
     read = flops * data.tokens
     return Requirements(
-        info.name, machine, data, need, other, server, read, training, epochs, algorithm, remedy, answers
+        info.name, machine, data, need, other, server, read, training, epochs, algorithm, remedy, answers, stored
     )
 
 

@@ -12,6 +12,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from ..core.files import read_object
+from ..core.options import pairs
 from ..core.plot import new_axes, plot_loss
 from ..core.provenance import RECORDS, provenance_path
 from ..data.prepared_folder import load_prepared
@@ -48,7 +49,8 @@ def training_section(name: str, folder: Path, arguments: Mapping) -> Section:
     best = state.get("best_global_step")
     text = f"{state.get('global_step')} steps, {state.get('num_train_epochs')} epochs."
     if best:
-        text += f" The best checkpoint is that of step {best} (loss {state['best_metric']:.4f})."
+        metric = pairs(arguments.get("extra")).get("metric_for_best_model", "loss").removeprefix("eval_")
+        text += f" The best checkpoint is that of step {best} ({metric} {state['best_metric']:.4f})."
     shown = ("algorithm", "learning_rate", "total_seq_len", "draft_vocab_size", "seed", "extra")
     given = {k: str(arguments[k]) for k in shown if arguments.get(k) is not None}
     table = pd.DataFrame(given.items(), columns=["argument", "value"])

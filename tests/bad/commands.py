@@ -305,6 +305,14 @@ TOGETHER = [  # (name, line after the command's own, what must be answered)
         "--storage {here}",
         "storage=.*: has no effect with source=hf; leave it out, or set source=vllm",
     ),
+    ("features", "a server for nothing", "--server http://a:1", "server=.*: has no effect with source=hf"),
+    (
+        "regenerate",
+        "a device of another machine",
+        "--server http://a:1 --device cpu",
+        "device='cpu': has no effect with a server; leave one of them out",
+    ),
+    ("regenerate", "a model of no server", "--model m", "model='m': has no effect without a server"),
     (
         "evaluate",
         "load without an engine",
@@ -868,6 +876,12 @@ EXPERIMENTS = [
     ),
     ("a common value", "common: {max_steps: few}\nsettings: {a: {}}", "e.yaml: common.max_steps='few': is text"),
     ("a seed", "settings: {a: {seed: 1}}", "e.yaml: settings.a.seed=1: is no training option; leave it out"),
+    (
+        "a verifier",
+        "common: {verifier: v}\nsettings: {a: {}}",
+        "common.verifier='v': is no training option; leave it out",
+    ),
+    ("a folder", "common: {folder: f}\nsettings: {a: {}}", "e.yaml: common.folder='f': is no training option"),
     ("no such algorithm", "settings: {a: {algorithm: eagel3}}", "settings.a.algorithm='eagel3': .*Did you mean eagle3"),
     ("no such algorithm for all", "algorithm: 3\nsettings: {a: {}}", "e.yaml: algorithm=3: is no word"),
     ("no seeds", "seeds: 0\nsettings: {a: {}}", "e.yaml: seeds=0: must be at least 1"),
