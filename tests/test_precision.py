@@ -16,12 +16,13 @@ FAMILIES = ("llama", "qwen3", "gemma2", "cohere", "gpt_neox")
 
 def cells():
     """(drafter, family, some of its losses): each drafter meets every family and every loss, and each family every loss
-    with some drafter."""
+    with some drafter; by day every second of these."""
     for i, name in enumerate(DRAFTERS):
         families, losses = ("qwen3", "qwen3_next", "qwen3_5") if name == "mtp" else FAMILIES, losses_of(name)
         families = [family for family in families if fits(name, family)]
         for j, family in enumerate(families):
-            yield name, family, losses[(i + j) % len(families) :: len(families)] or losses[:1]
+            some = losses[(i + j) % len(families) :: len(families)] or losses[:1]
+            yield pytest.param(name, family, some, marks=pytest.mark.nightly if (i + j) % 2 else ())
 
 
 # 1 - cosine that rounding may cost. The gradient of tv and nla has a step where the two distributions cross; lk_hybrid
