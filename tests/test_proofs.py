@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from by_day import by_day
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parent / "proofs"))
@@ -150,10 +151,6 @@ BY_DAY = {
 }
 
 
-def by_day(every, chosen):
-    return [pytest.param(*x, marks=() if x in chosen else pytest.mark.nightly) for x in every]
-
-
 @pytest.mark.parametrize("name, rule", by_day(ALL, BY_DAY))
 def test_the_law_of_texts_is_the_verifiers(small, law_of, name, rule):
     temperature = (0.7, 1.0)[ALL.index((name, rule)) % 2]
@@ -208,13 +205,13 @@ def tiny():
 
 
 GREEDY = [
-    *((c,) for c in CHAINS if "argmax" not in c),
-    ("medusa Medusa's",),
-    *((f"{g} {kind}",) for g in GROWERS for kind in ("static", "dynamic")),
+    *(c for c in CHAINS if "argmax" not in c),
+    "medusa Medusa's",
+    *(f"{g} {kind}" for g in GROWERS for kind in ("static", "dynamic")),
 ]
 # the others' greedy texts are test_proposal_setup.py's by day
-GREEDY_BY_DAY = {(name,) for name in ("eagle", "n-gram", "suffix", "draft-model stopping", "medusa Medusa's")}
-GREEDY_BY_DAY |= {("query_only",), ("dflash static",), ("eagle3 dynamic",)}
+GREEDY_BY_DAY = {"eagle", "query_only", "n-gram", "suffix", "draft-model stopping"}
+GREEDY_BY_DAY |= {"medusa Medusa's", "dflash static", "eagle3 dynamic"}
 
 
 @pytest.mark.parametrize("name", by_day(GREEDY, GREEDY_BY_DAY))

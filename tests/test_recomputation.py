@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from by_day import by_day
 from matrix import DRAFTERS, batch_for, drafter, family_of, rows_for, train_step
 
 from speculators_nb.plan.step_memory import measured_step
@@ -53,12 +54,7 @@ def test_nothing_is_computed_again_in_evaluation(name, calls):
 
 
 # by day one of a kind: a rollout, blocks, a stack of layers, heads; that each layer runs again is shown for all above
-LEAST = ("eagle3", "dflash", "mtp", "medusa")
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in LEAST else pytest.mark.nightly) for name in DRAFTERS]
-)
+@pytest.mark.parametrize("name", by_day(DRAFTERS, ["eagle3", "dflash", "mtp", "medusa"]))
 def test_less_is_held(name):
     "The heads of Medusa and of an MLP speculator are trained: their gradients are held too."
     model = drafter(name, family_of(name))

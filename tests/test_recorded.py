@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from by_day import by_day
 from recorded import cases, load_case
 from safetensors.torch import load_file
 
@@ -41,9 +42,7 @@ def test_upstream(name, lean):
         assert (got[key] - gradient).norm() <= 1e-3 * gradient.norm() + 1e-5, key
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in FIRST else pytest.mark.nightly) for name in CASES]
-)
+@pytest.mark.parametrize("name", by_day(CASES, FIRST))
 def test_five_adamw_steps(name):
     "The recorded optimisation, step by step: [loss before, gradient norm before clipping]."
     model, batch, kwargs, info, _ = load_case(name)

@@ -1,6 +1,7 @@
 """Memory and FLOPs of a training step: counted on tensors without memory, as `plan` does, and while a step computes."""
 
 import pytest
+from by_day import by_day
 from transformers import Qwen3Config
 
 from speculators_nb.core.options import pairs
@@ -35,9 +36,7 @@ def test_a_step_without_memory_is_the_step(name, recomputed, device):
     assert found.held > 0 < found.working and (found.loss != 0) == (name not in ("medusa", "mlp"))
 
 
-@pytest.mark.parametrize(
-    "name", ["eagle3", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("mtp", "lilicorr"))]
-)
+@pytest.mark.parametrize("name", by_day(["eagle3", "mtp", "lilicorr"], ["eagle3"]))
 def test_chunks_of_a_cpu_have_no_part_in_a_step_of_a_device(name, monkeypatch):
     given = settings(name, 2)
     step = predicted_step(name, *SHAPE, device="cuda", **given)

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from by_day import by_day
 from small_verifier import small_verifier
 
 from speculators_nb.decode.draft_model import DraftModel
@@ -180,9 +181,7 @@ def noisy(verifier, noise):
     return DraftModel(model, verifier)
 
 
-@pytest.mark.parametrize(
-    "prompt", [PROMPTS[1], *(pytest.param(p, marks=pytest.mark.nightly) for p in (PROMPTS[0], PROMPTS[2]))]
-)
+@pytest.mark.parametrize("prompt", by_day(PROMPTS, [PROMPTS[1]]))
 def test_a_stopping_draft_model_takes_the_steps_that_the_simulator_counts(verifier, prompt):
     costs, drafter = step_costs(4, 0.2), noisy(verifier, 0.2)
     text = record_drafts(verifier, drafter, prompt, 4, max_new_tokens=60)
