@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from by_day import by_day
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -163,12 +164,10 @@ EVERY = [*LEARNED, "draft model"]
 
 
 # each drafter by one method a day, and in turn by each
-BOTH = [(name, method, i % len(METHODS) == j) for i, name in enumerate(EVERY) for j, method in enumerate(METHODS)]
+BY_DAY = [(name, [*METHODS][i % len(METHODS)]) for i, name in enumerate(EVERY)]
 
 
-@pytest.mark.parametrize(
-    "name, method", [pytest.param(n, m, marks=() if by_day else pytest.mark.nightly) for n, m, by_day in BOTH]
-)
+@pytest.mark.parametrize("name, method", by_day([(name, method) for name in EVERY for method in METHODS], BY_DAY))
 def test_greedy_text_is_the_verifiers(folder, plain, drafter_of, name, method):
     setup = proposal_setup(drafter_of(name), METHODS[method])
     assert isinstance(setup.drafter, Drafter) and setup.rule.lossless
