@@ -8,6 +8,7 @@ from test_head_loss import case
 from torch.nn.functional import cosine_similarity
 
 from speculators_nb.nn.attention import anchored_blocks, block_attention
+from speculators_nb.nn.layers import RMSNorm
 from speculators_nb.nn.losses import LOSSES, Distribution, dense_head_loss, head_loss, rowdot
 from speculators_nb.nn.token_loss import token_loss
 
@@ -46,6 +47,13 @@ def rounded_weights(model, batch, name, loss):
     for p, old in zip((p for p in model.parameters() if p.requires_grad), kept):
         p.data = old
     return found
+
+
+def test_a_norm_is_rounded_once_at_its_end():
+    norm, g = RMSNorm(64), torch.Generator().manual_seed(0)
+    norm.weight.data += torch.randn(64, generator=g) / 10
+    x = torch.randn(50, 64, generator=g).bfloat16()
+    assert torch.equal(norm(x), norm(x.float()).bfloat16())
 
 
 @pytest.mark.parametrize("name,family,losses", cells(), ids=lambda x: x if isinstance(x, str) else "")

@@ -467,18 +467,6 @@ def test_a_notebook_shows_the_rows_of_a_terminal(tmp_path, monkeypatch, capsys):
     assert len(rows) == 2 and all(line in said for line in [header_line(rows[0]), *map(row_line, rows)])
 
 
-def test_tensorboard_gets_the_metrics(tmp_path):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    SpeculatorTrainer(
-        toy(), arguments(tmp_path, num_train_epochs=1, report_to="tensorboard"), samples(), samples(3, 1)
-    ).train()
-    file = next(tmp_path.rglob("events.out.tfevents*"))
-    tags = EventAccumulator(str(file.parent)).Reload().Tags()["scalars"]
-    assert {"train/acc", "eval/acc"} <= set(tags)
-
-
 # --- checkpoints and resume -------------------------------------------------------------------------------------------
 
 

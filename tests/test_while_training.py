@@ -75,7 +75,7 @@ def test_training_is_the_one_without(shipped, tmp_path):
 def test_the_best_checkpoint_by_decoded_length(tmp_path):
     "The second of four evaluations decodes best, where the loss falls on."
     lengths = iter([1.0, 3.0, 2.0, 1.5])
-    kwargs = dict(num_train_epochs=4, metric_for_best_model="eval_mean_length", report_to="tensorboard")
+    kwargs = dict(num_train_epochs=4, metric_for_best_model="eval_mean_length")
     trainer = train(
         toy(),
         samples(),
@@ -86,11 +86,6 @@ def test_the_best_checkpoint_by_decoded_length(tmp_path):
     evaluations = [row for row in trainer.state.log_history if "eval_loss" in row]
     assert trainer.state.best_global_step == evaluations[1]["step"] and trainer.state.best_metric == 3.0
     assert evaluations[1]["eval_loss"] > evaluations[3]["eval_loss"]
-    pytest.importorskip("tensorboard")
-    from loggers.read_back import tensorboard
-
-    stored = tensorboard(tmp_path)
-    assert [stored["eval/mean_length", row["step"]] for row in evaluations] == [1.0, 3.0, 2.0, 1.5]
 
 
 @pytest.mark.nightly
