@@ -428,8 +428,9 @@ def planted(fault: Fault, text: str) -> str:
 
 
 def pytest(tree: Path, tests: list[str]) -> tuple[str, float]:  # the first failure; "": none
-    "Run tests in a copy of the tree until one fails."
-    line = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider", "-o", "addopts="]
+    "Run the tests of a day in a copy of the tree until one fails."
+    line = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", "--tb=no", "-p", "no:cacheprovider"]
+    line += ["-o", "addopts=", "-m", "not nightly"]
     environment = os.environ | {"PYTHONPATH": str(tree)}
     began = time.monotonic()
     process = subprocess.Popen(

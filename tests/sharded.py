@@ -1,6 +1,7 @@
 """Drafters trained on several ranks whose weights are sharded (FSDP2), beside one process: what `test_sharded.py` and
 `tests/distributed/run.py` share. A rank is a process of its own on gloo, as torchrun would start it."""
 
+import gc
 import json
 import multiprocessing
 import os
@@ -108,6 +109,7 @@ def as_torchrun_says(rank, ranks, port):
 def one_rank(rank, ranks, port, root, jobs, fsdp):
     "What a rank does; its report is a file, folder of a job -> what went wrong, or None."
     as_torchrun_says(rank, ranks, port)
+    gc.freeze()  # of what is imported: accelerate looks for garbage at each training's end
     torch.set_num_threads(1)
     optimizers.product_dtype = in_float32
     for job in jobs:

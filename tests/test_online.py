@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from by_day import by_day
 
 from speculators_nb.core.options import algorithms
 from speculators_nb.decode.generate import HiddenStates, NoDrafter, generate
@@ -28,11 +29,7 @@ def verifier():
 
 
 # a chain, blocks, and a drafter that reads the last state alone; the others at night
-BY_DAY = "eagle3", "dflash", "mtp"
-ALL = [name if name in BY_DAY else pytest.param(name, marks=pytest.mark.nightly) for name in algorithms()]
-
-
-@pytest.mark.parametrize("algorithm", ALL)
+@pytest.mark.parametrize("algorithm", by_day(algorithms(), ["eagle3", "dflash", "mtp"]))
 def test_every_drafter_learns_and_the_text_stays(algorithm, verifier):
     model = new_drafter(algorithm, PATH, **arguments(algorithm))
     drafter = OnlineDrafter(model, learning_rate=1e-3, total_seq_len=64, memory=64, **arguments(algorithm))

@@ -131,9 +131,9 @@ def test_names_that_are_taken():
 
 
 def test_by_the_command(tmp_path, features):
-    "With four drafters, from a file."
+    "With a rollout and with blocks, from a file."
     (tmp_path / "own_loss.py").write_text(MODULE)
-    for algorithm in ("eagle3", "dflash", "peagle", "medusa"):
+    for algorithm in ("eagle3", "dflash"):
         line = ["train", features, tmp_path / algorithm, "--algorithm", algorithm, "--max-steps", "2"]
         line += ["--total-seq-len", "512", "--verifier", VERIFIER, "--import", tmp_path / "own_loss.py"]
         line += ["--per-position-loss-weight", "until_wrong"]

@@ -10,13 +10,12 @@ from hypothesis import strategies as st
 from recorded import FIXTURES, cases, load_case
 from safetensors.torch import load_file
 from torch.nn import functional as F
-from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import LlamaConfig, Qwen3Config, Qwen3ForCausalLM
 
 from speculators_nb.decode.tree import Sampling
 from speculators_nb.models.peagle import PEagleDrafter, PEagleDraftModel, PEagleSpeculatorConfig, cod_sample
 from speculators_nb.nn.attention import rollouts
 from speculators_nb.nn.layers import draft_layer_config
-from speculators_nb.train.trainer import train
 from speculators_nb.verifier.tapped_model import Verifier
 
 SAMPLE = ("num_depths", "down_sample_ratio", "down_sample_ratio_min")
@@ -334,55 +333,6 @@ def served(tmp_path_factory):
         num_depths=4,
     )
     return verifier, model
-
-
-def test_a_killed_run_goes_on_to_the_same_bits(served, tmp_path):
-    "Sampling, gradients by rows and the optimizer's state all come back with a checkpoint."
-    _, model = served
-    start = {n: w.clone() for n, w in model.state_dict().items()}
-    g = torch.Generator().manual_seed(0)
-    samples = [
-        dict(
-            input_ids=torch.randint(40, (12,), generator=g),
-            loss_mask=torch.arange(12) > 3,
-            hidden_states=torch.randn(12, 96, generator=g),
-            verifier_last_hidden_states=torch.randn(12, 32, generator=g),
-        )
-        for _ in range(12)
-    ]
-    options = dict(
-        total_seq_len=24,
-        num_train_epochs=2,
-        save_strategy="steps",
-        save_steps=4,
-        learning_rate=1e-2,
-        num_depths=4,
-        max_anchors=8,
-        disable_tqdm=True,
-        optimizer="muon",
-    )
-
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 6:
-                raise KeyboardInterrupt
-
-    def fresh(seed):
-        model.load_state_dict(start)
-        torch.manual_seed(seed)
-        return model.train()
-
-    whole = {
-        n: p.clone()
-        for n, p in train(fresh(0), samples, output_dir=str(tmp_path / "whole"), **options).model.named_parameters()
-    }
-    with pytest.raises(KeyboardInterrupt):
-        train(fresh(0), samples, output_dir=str(tmp_path / "cut"), callbacks=[Stop()], **options)
-    resumed = train(fresh(9), samples, output_dir=str(tmp_path / "cut"), resume_from_checkpoint=True, **options)
-    assert all(torch.equal(p, whole[n]) for n, p in resumed.model.named_parameters())
-    assert not torch.equal(whole["embed_tokens.weight"][39], start["embed_tokens.weight"][39]) and not torch.equal(
-        whole["mask_hidden"], start["mask_hidden"]
-    )
 
 
 @pytest.mark.parametrize("seed", [0, 4])

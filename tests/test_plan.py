@@ -373,6 +373,7 @@ def test_shares_of_a_cpu_and_a_card_are_those_measured():
     assert {name: pytest.approx(share, abs=0.01) for name, share in lowest.items()} == planning.MFU
 
 
+@pytest.mark.nightly
 def test_features_and_training_take_what_make_real_took(tmp_path):
     """Within a quarter of benchmarks/real, two idle cores. The rates are those of one core in another benchmark. The
     training there includes three evaluations; the plan has none."""

@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from by_day import by_day
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -111,6 +112,17 @@ def folder(tmp_path_factory):
     return folder
 
 
+PROMPTS = [torch.randint(2, V, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (7, 3)]
+NEW = 20
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    "What the verifier writes alone."
+    verifier = Verifier.from_pretrained(folder, [0])
+    return [generate(verifier, NoDrafter(), p, max_new_tokens=NEW, k=0).tokens for p in PROMPTS]
+
+
 @pytest.fixture(scope="module")
 def drafter_of(folder):
     made = {}
@@ -152,23 +164,19 @@ EVERY = [*LEARNED, "draft model"]
 
 
 # each drafter by one method a day, and in turn by each
-BOTH = [(name, method, i % len(METHODS) == j) for i, name in enumerate(EVERY) for j, method in enumerate(METHODS)]
+BY_DAY = [(name, [*METHODS][i % len(METHODS)]) for i, name in enumerate(EVERY)]
 
 
-@pytest.mark.parametrize(
-    "name, method", [pytest.param(n, m, marks=() if by_day else pytest.mark.nightly) for n, m, by_day in BOTH]
-)
-def test_greedy_text_is_the_verifiers(folder, drafter_of, name, method):
+@pytest.mark.parametrize("name, method", by_day([(name, method) for name in EVERY for method in METHODS], BY_DAY))
+def test_greedy_text_is_the_verifiers(folder, plain, drafter_of, name, method):
     setup = proposal_setup(drafter_of(name), METHODS[method])
     assert isinstance(setup.drafter, Drafter) and setup.rule.lossless
     verifier = Verifier.from_pretrained(folder, setup.drafter.aux_layer_ids or [0])
-    prompts = [torch.randint(2, V, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (7, 3)]
-    plain = [generate(verifier, NoDrafter(), p, max_new_tokens=30, k=0).tokens for p in prompts]
-    one = generate(verifier, prompt_ids=prompts[0], max_new_tokens=30, **setup._asdict())
+    one = generate(verifier, prompt_ids=PROMPTS[0], max_new_tokens=NEW, **setup._asdict())
     assert one.tokens == plain[0] and len(one.steps) > 1
     assert (method in ("static", "dynamic")) == any(s.parents is not None for s in one.steps)
     # a batch: each its own state
-    assert [g.tokens for g in generate(verifier, prompt_ids=prompts, max_new_tokens=30, **setup._asdict())] == plain
+    assert [g.tokens for g in generate(verifier, prompt_ids=PROMPTS, max_new_tokens=NEW, **setup._asdict())] == plain
 
 
 def paths_of(tree):
@@ -379,15 +387,13 @@ SHAPE_OF_MEDUSA = parse_tree("[(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 
 
 
 @pytest.mark.parametrize("name", ["medusa", "mtp", "eagle3"])
-def test_a_shape_of_ones_own(folder, drafter_of, name):
+def test_a_shape_of_ones_own(folder, plain, drafter_of, name):
     drafter = TreeDrafter(drafter_of(name), SHAPE_OF_MEDUSA)
     verifier = Verifier.from_pretrained(folder, drafter.aux_layer_ids)
-    prompts = [torch.randint(2, V, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (7, 3)]
-    plain = [generate(verifier, NoDrafter(), p, max_new_tokens=30, k=0).tokens for p in prompts]
-    got = generate(verifier, drafter, prompts, k=drafter.depth, max_new_tokens=30)
+    got = generate(verifier, drafter, PROMPTS, k=drafter.depth, max_new_tokens=NEW)
     assert [g.tokens for g in got] == plain and {len(s.draft) for g in got for s in g.steps[:5]} == {7}
     # (0, 0, 0) lies deeper
-    assert [len(s.draft) for s in generate(verifier, drafter, prompts[0], k=2, max_new_tokens=8).steps[:1]] == [6]
+    assert [len(s.draft) for s in generate(verifier, drafter, PROMPTS[0], k=2, max_new_tokens=8).steps[:1]] == [6]
 
 
 def test_refused(drafter_of):

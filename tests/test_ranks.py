@@ -2,19 +2,22 @@
 resume on another number of them; and a rank that dies ends the job, named in the last line. `make ranks` does it with
 every drafter, and on four."""
 
+import gc
 import json
 import os
 import re
 import signal
 import subprocess
 import time
-from functools import lru_cache
+from functools import lru_cache, partial
 
+import forked
 import pandas as pd
 import pytest
 import torch
+from bad.harness import typed
 from ranks import worker
-from ranks.job import Job, processes_of
+from ranks.job import Job, processes_of, train_words
 from ranks.worker import SAVE, STEPS
 from safetensors.torch import load_file
 from sharded import RANKS, as_torchrun_says, free_port
@@ -34,6 +37,7 @@ def one_rank(rank, world_size, port, log, arguments):
     os.dup2(file, 1), os.dup2(file, 2)
     if world_size > 1:
         as_torchrun_says(rank, world_size, port)
+    gc.freeze()  # of what is imported: accelerate looks for garbage at each training's end
     torch.set_num_threads(1)
     worker.main(*map(str, arguments))
     if world_size > 1:
@@ -79,7 +83,7 @@ def check_equal(one, other):
 
 @pytest.mark.parametrize("name", FOUR)
 def test_ranks_equal_one_process(runs, name):
-    "The weights after ten steps, the losses, metrics and evaluations of each step, the files."
+    "The weights after the last step, the losses, metrics and evaluations of each step, the files."
     one, other = (runs[n] / name.replace(" ", "-") for n in (1, 2))
     check_equal(one, other)
     logs = [pd.read_csv(folder / "training_log.csv", index_col="step") for folder in (one, other)]
@@ -129,11 +133,19 @@ def test_a_run_continues_on_another_number_of_ranks(runs, place):
 
 
 def test_a_job_reports_once(tmp_path):
-    "Two ranks: one result, one record, which knows the ranks; and one recipe."
-    job = Job(tmp_path, "--extra", "max_steps=4")
-    assert job.ends() == 0, job.error
-    assert job.output.count("Drafter, history and checkpoints are in") == job.output.count("Next: ") == 1
-    record = json.loads((job.folder / "provenance.json").read_text())
+    "Two ranks, as torchrun starts them: one result, one record, which knows the ranks."
+    port = free_port()
+
+    def command(rank):
+        as_torchrun_says(rank, 2, port)
+        return typed(train_words(tmp_path / "drafter", "--extra", "max_steps=4"))
+
+    ranks = [forked.ask(partial(command, rank)) for rank in (0, 1)]
+    codes, outputs, errors = zip(*(answer() for answer in ranks))
+    assert codes == (0, 0), errors
+    output = "".join(outputs)
+    assert output.count("Drafter, history and checkpoints are in") == output.count("Next: ") == 1
+    record = json.loads((tmp_path / "drafter/provenance.json").read_text())
     assert "earlier" not in record
     assert record["results"] == {"steps": 4, "world_size": 2, "gradient_accumulation_steps": 1}
 

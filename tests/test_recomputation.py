@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from by_day import by_day
 from matrix import DRAFTERS, batch_for, drafter, family_of, rows_for, train_step
 
 from speculators_nb.plan.step_memory import measured_step
@@ -52,7 +53,8 @@ def test_nothing_is_computed_again_in_evaluation(name, calls):
     assert not calls
 
 
-@every_drafter
+# by day one of a kind: a rollout, blocks, a stack of layers, heads; that each layer runs again is shown for all above
+@pytest.mark.parametrize("name", by_day(DRAFTERS, ["eagle3", "dflash", "mtp", "medusa"]))
 def test_less_is_held(name):
     "The heads of Medusa and of an MLP speculator are trained: their gradients are held too."
     model = drafter(name, family_of(name))

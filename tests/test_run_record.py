@@ -166,6 +166,13 @@ def cut(folder, step=5, n=16, **kwargs):
     return given
 
 
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    "One, and its settings. It is only looked at."
+    folder = tmp_path_factory.mktemp("killed")
+    return folder, cut(folder)
+
+
 @pytest.mark.parametrize(
     "change,words",
     [
@@ -180,28 +187,28 @@ def cut(folder, step=5, n=16, **kwargs):
         (dict(metric_for_best_model="acc"), "metric_for_best_model was 'loss', is 'acc'"),
     ],
 )
-def test_other_settings_are_refused(tmp_path, change, words):
-    given = cut(tmp_path)
-    before = sorted(p.name for p in tmp_path.glob("checkpoint-*"))
+def test_other_settings_are_refused(killed, change, words):
+    folder, given = killed
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     with pytest.raises(ValueError, match=f"cannot resume.*{words}"):
-        train(toy(), samples(16), samples(4, 1), arguments(tmp_path, **(given | change), resume_from_checkpoint=True))
-    assert before == sorted(p.name for p in tmp_path.glob("checkpoint-*"))
+        train(toy(), samples(16), samples(4, 1), arguments(folder, **(given | change), resume_from_checkpoint=True))
+    assert before == {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_other_data_are_refused(tmp_path):
-    given = cut(tmp_path)
+def test_other_data_are_refused(killed):
+    folder, given = killed
     for data, words in (
         (samples(17), "training rows was 16, is 17"),
         (samples(16, seed=5), "training data was .*, is "),
     ):
         with pytest.raises(ValueError, match=f"cannot resume.*{words}"):
-            train(toy(), data, samples(4, 1), arguments(tmp_path, **given, resume_from_checkpoint=True))
+            train(toy(), data, samples(4, 1), arguments(folder, **given, resume_from_checkpoint=True))
 
 
-def test_other_loss_is_refused(tmp_path):
-    given = cut(tmp_path)
+def test_other_loss_is_refused(killed):
+    folder, given = killed
     with pytest.raises(ValueError, match="cannot resume.*noise was 0.0, is 0.5"):
-        train(toy(), samples(16), samples(4, 1), arguments(tmp_path, **given, resume_from_checkpoint=True), noise=0.5)
+        train(toy(), samples(16), samples(4, 1), arguments(folder, **given, resume_from_checkpoint=True), noise=0.5)
 
 
 def test_what_may_change(tmp_path):
@@ -253,9 +260,9 @@ def test_ranks_that_share_a_row_read_one_at_a_time():
     assert change == "rows in a step was 4, is 6 on 6 ranks (continue on a number of ranks that divides 8: 2, 4, 8)"
 
 
-def test_a_checkpoint_knows_its_run(tmp_path):
-    cut(tmp_path)
-    record = json.loads((Path(last_checkpoint(tmp_path)) / "run.json").read_text())
+def test_a_checkpoint_knows_its_run(killed):
+    folder = killed[0]
+    record = json.loads((Path(last_checkpoint(folder)) / "run.json").read_text())
     assert {
         "run",
         "model",
@@ -266,11 +273,11 @@ def test_a_checkpoint_knows_its_run(tmp_path):
         "settings",
     } <= record.keys()
     assert record["data"]["rows"] == 16 and record["settings"]["total_seq_len"] == 32
-    assert record["run"] == json.loads((tmp_path / "run.json").read_text())["run"]
+    assert record["run"] == json.loads((folder / "run.json").read_text())["run"]
 
 
-def test_a_checkpoint_that_is_named_must_fit_too(tmp_path):
-    given = cut(tmp_path / "a")
+def test_a_checkpoint_that_is_named_must_fit_too(killed, tmp_path):
+    folder, given = killed
     with pytest.raises(ValueError, match="cannot resume.*learning_rate"):
         train(
             toy(),
@@ -279,7 +286,7 @@ def test_a_checkpoint_that_is_named_must_fit_too(tmp_path):
             arguments(
                 tmp_path / "b",
                 **(given | dict(learning_rate=1.0)),
-                resume_from_checkpoint=last_checkpoint(tmp_path / "a"),
+                resume_from_checkpoint=last_checkpoint(folder),
             ),
         )
 

@@ -207,18 +207,27 @@ def test_vocabulary_files(trap, tmp_path):
         load_vocab_mapping(tmp_path, 4, 8)
 
 
+STEPS = dict(save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    train(toy(), samples(4), samples(3, 1), arguments(folder, num_train_epochs=2, **STEPS))
+    return folder
+
+
 @pytest.mark.parametrize("file", ["optimizer.pt", "scheduler.pt", "rng_state.pth", "training_args.bin"])
-def test_training_checkpoints(file, trap, tmp_path):
+def test_training_checkpoints(file, trap, trained, tmp_path):
     "Resuming from somebody else's run."
-    settings = dict(save_strategy="steps", save_steps=2, eval_strategy="steps", eval_steps=2)
-    train(toy(), samples(4), samples(3, 1), arguments(tmp_path / "run", num_train_epochs=2, **settings))
+    shutil.copytree(trained, tmp_path / "run")
     last = max((tmp_path / "run").glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
     torch.save({"state": {}, "param_groups": [], "python": trap}, last / file)
     again = lambda: train(
         Toy(),
         samples(4),
         samples(3, 1),
-        arguments(tmp_path / "run", num_train_epochs=4, **settings, resume_from_checkpoint=str(last)),
+        arguments(tmp_path / "run", num_train_epochs=4, **STEPS, resume_from_checkpoint=str(last)),
     )
     if file == "training_args.bin":
         again()  # not looked at
@@ -482,20 +491,26 @@ def test_no_secret_in_output_logs_or_files(verifiers, tmp_path):
     )
     env = {**os.environ, **secrets, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)}
     program, url = Path(sys.executable).with_name("speculators-nb"), f"https://user:{secrets['HF_TOKEN']}@host/x"
-    run = lambda *words: subprocess.run([program, *words], env=env, cwd=tmp_path, capture_output=True, text=True)
     of_llama = "--verifier", str(verifiers / "llama")
-    lines = ["convert", native, "no", "--verifier", "somebody/private-model"], ["convert", url, "no", *of_llama]
+    lines = [
+        ["convert", native, "made", *of_llama],
+        ["convert", native, "no", "--verifier", "somebody/private-model"],
+        ["convert", url, "no", *of_llama],
+    ]
 
-    def refused():
+    def run():
         os.environ |= env
+        os.chdir(tmp_path)
         return [typed([*map(str, line)]) for line in lines]
 
-    good, traced = run("convert", native, "made", *of_llama), run("--traceback", *lines[1])
-    assert good.returncode == 0, good.stderr[-2000:]
-    bad = [(traced.returncode, traced.stdout, traced.stderr), *forked.ask(refused)()]
+    given = dict(env=env, cwd=tmp_path, capture_output=True, text=True)
+    traced = subprocess.run([program, "--traceback", *lines[2]], **given)
+    good, *bad = forked.ask(run)()
+    assert good[0] == 0, good[2][-2000:]
+    bad += [(traced.returncode, traced.stdout, traced.stderr)]
     assert all(code for code, *_ in bad)
-    said = good.stdout + good.stderr + "".join(out + err for _, out, err in bad)
-    assert "Traceback" in traced.stderr and all("://***@host/x" in bad[i][2] for i in (0, 2))
+    said = "".join(out + err for _, out, err in (good, *bad))
+    assert "Traceback" in traced.stderr and all("://***@host/x" in bad[i][2] for i in (1, 2))
     files = [p for p in tmp_path.rglob("*") if p.is_file()]
     for secret in secrets.values():
         assert secret not in said

@@ -2,19 +2,19 @@
 the undisturbed run, each row once."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 from collections import Counter
+from functools import partial
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from fake_openai import FakeServer
 from safetensors.torch import load_file
-from test_features_from_server import HERE, LAYERS, TRAIN, Fake, check, make_rows, make_verifier, wait_for
+from sharded import as_torchrun_says, free_port
+from test_features_from_server import LAYERS, TRAIN, Fake, check, make_rows, make_verifier, wait_for
 
 from speculators_nb.cli.recipe import read_recipe
 from speculators_nb.cli.run import Planned, Stage, server_problem, servers_text
@@ -167,39 +167,21 @@ def test_training_while_one_of_two_servers_is_killed(tmp_path, training):
     assert one.left() == ["extraction.json"]
 
 
-RANK = """
-import sys
-sys.path.insert(0, {here!r})
-from test_features_from_server import TRAIN
-from speculators_nb.train.train_drafter import train_drafter
-train_drafter({rows!r}, {out!r}, {verifier!r}, url={url!r}, storage={storage!r},
-              **TRAIN | dict(num_train_epochs=2, save_strategy="no", use_cpu=True))
-"""
-
-
 @pytest.mark.nightly
 def test_two_ranks_request_each_row_once_an_epoch(tmp_path, training):
     rows, (one, other), logs = training
     packed = PackedBatchSampler([n - 1 for n in rows["seq_len"]], TRAIN["total_seq_len"])
     assert len(packed) % 2 == 0  # else one rank fills its last turn up
-    code = RANK.format(
-        here=str(HERE),
-        rows=str(tmp_path / "rows"),
-        out=str(tmp_path / "out"),
-        verifier=str(tmp_path / "verifier"),
-        url=[one.url, other.url],
-        storage=str(one.storage),
-    )
-    (tmp_path / "rank.py").write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "rank.py")],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
+    given = TRAIN | dict(url=[one.url, other.url], storage=one.storage, num_train_epochs=2, save_strategy="no")
+    port = free_port()
+
+    def one_rank(rank):
+        as_torchrun_says(rank, 2, port)
+        train_drafter(tmp_path / "rows", tmp_path / "out", tmp_path / "verifier", use_cpu=True, **given)
+
+    ranks = [forked.ask(partial(one_rank, rank)) for rank in (0, 1)]
+    for answer in ranks:
+        answer()
     asked = Counter(requests(logs[0]) + requests(logs[1]))
     wanted = Counter({tuple(ids): 2 for ids in rows["input_ids"]})
     assert not wanted - asked and (asked - wanted).total() == 2  # each rank tries the shortest row

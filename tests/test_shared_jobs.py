@@ -24,11 +24,11 @@ from speculators_nb.regenerate.in_process import regenerate
 from speculators_nb.regenerate.journal import read_regenerated
 
 ROOT = Path(__file__).parents[1]
-TALKS = talks(40)
+TALKS = talks(24)
 
 
 def answers(path, pause=0.0, rank=0, world_size=1):
-    "All answers of 40 conversations, in batches of two; how many were written."
+    "All answers of 24 conversations, in batches of two; how many were written."
     verifier = make_verifier(eos_bias=6.0)
     if pause:
         verifier.decoder.register_forward_pre_hook(lambda m, a, k: time.sleep(pause), with_kwargs=True)
@@ -74,7 +74,7 @@ def rows_in(path):
     return len({line["primary_id"] for line in read_regenerated(path)}) if path.exists() else 0
 
 
-JOBS = {"regenerate": (answers, "out.jsonl", 40), "features": (states, "features", 60)}
+JOBS = {"regenerate": (answers, "out.jsonl", 24), "features": (states, "features", 60)}
 
 
 @pytest.mark.parametrize("name", JOBS)
@@ -104,7 +104,7 @@ def test_a_second_run_takes_the_rows_of_killed_processes(tmp_path, name, killed)
     torch.set_num_threads(1)
     function(tmp_path / f"alone-{output}")
     path, results = tmp_path / output, FORK.Queue()
-    processes = [begin(function, path, 0.05, results, rank=rank, world_size=2) for rank in (0, 1)]
+    processes = [begin(function, path, 0.03, results, rank=rank, world_size=2) for rank in (0, 1)]
     wait_until(lambda: rows_in(path) > 2, processes[0])
     for process in processes[:killed]:
         os.kill(process.pid, signal.SIGKILL)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from by_day import by_day
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_acceptance_rules import PAIRS, scripted, verifier_law
@@ -259,7 +260,12 @@ SHAPES = {
 }
 
 
-@pytest.mark.parametrize("size,text", [(size, text) for size, texts in SHAPES.items() for text in texts], ids=str)
+# three siblings of three words are there by day; of four, and two of five, take longest
+CASES = [(size, text) for size, texts in SHAPES.items() for text in texts]
+DAY = [case for case in CASES if case not in [((4, 1), "[(0,), (1,), (2,)]"), ((5, 1), "[(0,), (1,)]")]]
+
+
+@pytest.mark.parametrize("size,text", by_day(CASES, DAY), ids=str)
 @pytest.mark.parametrize(
     "name,draw",
     [

@@ -76,11 +76,7 @@ print(json.dumps(found))
 def imported(wheel, tmp_path_factory):
     "What Python finds in the wheel's package, ahead of this repository's editable install"
     site = tmp_path_factory.mktemp("site")
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", site, wheel],
-        check=True,
-        capture_output=True,
-    )
+    zipfile.ZipFile(wheel).extractall(site)  # as pip does
     env = {**os.environ, "PYTHONPATH": str(site), "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, "-c", IMPORTED, DOCUMENTED_PATHS]
     p = subprocess.run(command, cwd=site.parent, env=env, capture_output=True, text=True)

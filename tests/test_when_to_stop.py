@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from by_day import by_day
 from small_verifier import small_verifier
 
 from speculators_nb.decode.draft_model import DraftModel
@@ -138,8 +139,8 @@ class Wrong(NoDrafter):
 @pytest.mark.parametrize("drafter, lengths", [(NgramDrafter(), {4}), (Wrong(), {4, 0})])
 def test_greedy_text_stays_and_useless_drafts_end(verifier, drafter, lengths):
     "The random verifier's greedy text repeats itself: n-gram is nearly always right."
-    plain = generate(verifier, NoDrafter(), PROMPTS, k=0, max_new_tokens=40)
-    adaptive = generate(verifier, drafter, PROMPTS, k=LengthByRates(step_costs(4, 0.3)), max_new_tokens=40)
+    plain = generate(verifier, NoDrafter(), PROMPTS, k=0, max_new_tokens=24)
+    adaptive = generate(verifier, drafter, PROMPTS, k=LengthByRates(step_costs(4, 0.3)), max_new_tokens=24)
     assert [g.tokens for g in adaptive] == [g.tokens for g in plain]
     assert lengths <= {step.requested for g in adaptive for step in g.steps}
 
@@ -180,7 +181,7 @@ def noisy(verifier, noise):
     return DraftModel(model, verifier)
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("prompt", by_day(PROMPTS, [PROMPTS[1]]))
 def test_a_stopping_draft_model_takes_the_steps_that_the_simulator_counts(verifier, prompt):
     costs, drafter = step_costs(4, 0.2), noisy(verifier, 0.2)
     text = record_drafts(verifier, drafter, prompt, 4, max_new_tokens=60)
@@ -211,8 +212,8 @@ def test_a_drafter_that_is_always_right_has_no_token_rejected(verifier):
 def test_requests_of_a_batch_stop_apart_and_learn_together(verifier):
     policy = LengthByConfidence(step_costs(4, 0.2))
     stopping = StoppingDrafter(noisy(verifier, 0.2), policy)
-    plain = generate(verifier, NoDrafter(), PROMPTS, k=0, max_new_tokens=40)
-    decoded = generate(verifier, stopping, PROMPTS, k=4, max_new_tokens=40)
+    plain = generate(verifier, NoDrafter(), PROMPTS, k=0, max_new_tokens=24)
+    decoded = generate(verifier, stopping, PROMPTS, k=4, max_new_tokens=24)
     assert [g.tokens for g in decoded] == [g.tokens for g in plain]
     assert policy.steps == sum(s.requested > 0 for g in decoded for s in g.steps)
 

@@ -2,15 +2,14 @@
 them, and every rank has them."""
 
 import json
-import multiprocessing
-import os
 import re
-import socket
+from functools import partial
 from pathlib import Path
 
+import forked
 import pandas as pd
 import pytest
-import torch
+from sharded import as_torchrun_says, free_port
 from test_trainer import arguments, samples, toy
 from transformers import AutoTokenizer
 
@@ -78,7 +77,7 @@ def test_training_is_the_one_without(shipped, tmp_path):
 def test_the_best_checkpoint_by_decoded_length(tmp_path):
     "The second of four evaluations decodes best, where the loss falls on."
     lengths = iter([1.0, 3.0, 2.0, 1.5])
-    kwargs = dict(num_train_epochs=4, metric_for_best_model="eval_mean_length", report_to="tensorboard")
+    kwargs = dict(num_train_epochs=4, metric_for_best_model="eval_mean_length")
     trainer = train(
         toy(),
         samples(),
@@ -90,41 +89,25 @@ def test_the_best_checkpoint_by_decoded_length(tmp_path):
     assert trainer.state.best_global_step == evaluations[1]["step"] and trainer.state.best_metric == 3.0
     assert evaluations[1]["eval_loss"] > evaluations[3]["eval_loss"]
     assert re.search(r"The best evaluation:\n.*\n.* 3\.000 ", _trained(trainer))
-    pytest.importorskip("tensorboard")
-    from loggers.read_back import tensorboard
-
-    stored = tensorboard(tmp_path)
-    assert [stored["eval/mean_length", row["step"]] for row in evaluations] == [1.0, 3.0, 2.0, 1.5]
-
-
-def one_rank(rank, port, folder):
-    "Two ranks; only the first may decode."
-    os.environ |= dict(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
-    torch.set_num_threads(1)
-    lengths = iter([2.0, 1.0])
-
-    def measure(model):
-        assert rank == 0, "the second rank decodes too"
-        return {"mean_length": next(lengths)}
-
-    kwargs = dict(metric_for_best_model="eval_mean_length", ddp_backend="gloo")
-    trainer = train(toy(), samples(), samples(3, 1), arguments(folder / "run", **kwargs), measure=measure)
-    found = [row["eval_mean_length"] for row in trainer.state.log_history if "eval_loss" in row]
-    torch.save((found, trainer.state.best_metric), folder / f"{rank}.pt")
 
 
 @pytest.mark.nightly
 def test_every_rank_has_the_numbers(tmp_path):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=one_rank, args=(rank, port, tmp_path), daemon=True) for rank in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(120)
-        process.kill()
-    assert [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)] == [([2.0, 1.0], 2.0)] * 2
+    "Of two, the first alone decodes."
+    port = free_port()
+
+    def one_rank(rank):
+        as_torchrun_says(rank, 2, port)
+        lengths = iter([2.0, 1.0])
+
+        def measure(model):
+            assert rank == 0, "the second rank decodes too"
+            return {"mean_length": next(lengths)}
+
+        kwargs = dict(metric_for_best_model="eval_mean_length", ddp_backend="gloo")
+        trainer = train(toy(), samples(), samples(3, 1), arguments(tmp_path, **kwargs), measure=measure)
+        found = [row["eval_mean_length"] for row in trainer.state.log_history if "eval_loss" in row]
+        return found, trainer.state.best_metric
+
+    ranks = [forked.ask(partial(one_rank, rank)) for rank in (0, 1)]
+    assert [answer() for answer in ranks] == [([2.0, 1.0], 2.0)] * 2

@@ -98,21 +98,22 @@ def _known_secrets() -> list[str]:
     return sorted(spelt, key=len, reverse=True)
 
 
-def without_secrets(value: Any, name: str = "") -> Any:
+def without_secrets(value: Any, name: str = "", _secrets: list[str] | None = None) -> Any:
     """A copy that can be written down. `api_key=…`, `https://user:password@host`, `?token=…`,
     `Bearer …` and `hf_…` lose what is secret, and so does every text with the value of an
     environment variable that is named like a secret (`OPENAI_API_KEY`, `HF_TOKEN`)."""
+    secrets = _known_secrets() if _secrets is None else _secrets  # of a nested value: read once
     if isinstance(value, Mapping):
-        return {without_secrets(str(k)): without_secrets(v, str(k)) for k, v in value.items()}
+        return {without_secrets(str(k), "", secrets): without_secrets(v, str(k), secrets) for k, v in value.items()}
     plain = value is None or isinstance(value, (bool, int, float))
     if not plain and name not in NOT_SECRET and SECRET_NAME.search(name):
         return "***"
     if isinstance(value, (list, tuple, set, frozenset, range)):
-        return [without_secrets(v) for v in value]
+        return [without_secrets(v, "", secrets) for v in value]
     if plain:
         return value
     text = str(value)
-    for secret in _known_secrets():
+    for secret in secrets:
         text = text.replace(secret, "***")
     for pattern, replacement in SECRET_TEXT:
         text = pattern.sub(replacement, text)

@@ -30,18 +30,23 @@ def processes_of(pid):
     return found
 
 
+def train_words(folder, *more, features=RELEASE / "features", given=GIVEN):
+    "What is typed after `speculators-nb` to train on the features of a release."
+    return ["train", str(features), str(folder), "--verifier", str(RELEASE / "verifier"), *given.split(), *more]
+
+
 class Job:
     "`speculators-nb-torchrun train` on the features of a release; `ranks` of 1: `speculators-nb train`."
 
     def __init__(self, place, *more, ranks=2, features=RELEASE / "features", given=GIVEN):
         self.folder, self.error_file = Path(place) / "drafter", Path(place) / "error.json"
         launched = [TORCHRUN, "--nproc-per-node", str(ranks)] if ranks > 1 else [PROGRAM]
-        train = ["train", str(features), str(self.folder), "--verifier", str(RELEASE / "verifier"), *given.split()]
+        train = train_words(self.folder, *more, features=features, given=given)
         self.logs = [Path(place) / name for name in ("output", "error")]
         environment = dict(OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1", TORCHELASTIC_ERROR_FILE=str(self.error_file))
         with self.logs[0].open("ab") as output, self.logs[1].open("ab") as error:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", *launched, *train, *more],
+                [sys.executable, "-c", *launched, *train],
                 stdout=output,
                 stderr=error,
                 env=os.environ | environment,
