@@ -5,25 +5,23 @@ import json
 import os
 import signal
 import socket
-import sys
 import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import fake_extraction
 import forked
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from fake_extraction import states_for
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
-
-sys.path.insert(0, os.path.dirname(__file__))
-from fake_extraction import states_for
 
 from speculators_nb.cli import data_commands
 from speculators_nb.data.chat_encoding import save_prepared
