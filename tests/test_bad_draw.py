@@ -13,7 +13,7 @@ import speculators_nb.cli.drafter_commands  # noqa: F401  imported before the fi
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-@pytest.mark.parametrize("drawn", draw(11, 20), ids=lambda d: d.name)
+@pytest.mark.parametrize("drawn", draw(11, 10), ids=lambda d: d.name)
 def test_drawn(drawn):
     kind, why = judge(drawn, *play(drawn))
     assert kind != "DISAGREES", f"{drawn.scene}:{drawn.story} {' '.join(drawn.words)}\n{why}"

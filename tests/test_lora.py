@@ -40,7 +40,7 @@ def greedy(model, name):
     _, target, samples = verifier(family_of(name))
     trained = model.eval().drafter()
     target = Verifier(target.model, list(trained.aux_layer_ids) or None)
-    return generate(target, trained, samples[0]["input_ids"][:9].tolist(), k=3, max_new_tokens=16)
+    return generate(target, trained, samples[0]["input_ids"][:9].tolist(), k=3, max_new_tokens=8)
 
 
 @every_drafter
