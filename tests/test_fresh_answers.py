@@ -132,7 +132,7 @@ def two_batches():
 
 
 def trained(prepared, output, **given):
-    common = dict(total_seq_len=256, num_train_epochs=3, logging_steps=1, disable_tqdm=True, eval_share=0.2)
+    common = dict(total_seq_len=128, num_train_epochs=3, logging_steps=1, disable_tqdm=True, eval_share=0.2)
     often = dict(save_strategy="steps", eval_strategy="steps", save_steps=1, eval_steps=1)
     own = settings("eagle3") | common | often | dict(regenerate_every=1) | given
     return train_drafter(prepared, output, PATH, "eagle3", **own)
