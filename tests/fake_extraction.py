@@ -141,7 +141,8 @@ class Server(ThreadingHTTPServer):
     request_queue_size, daemon_threads = 64, True
 
 
-if __name__ == "__main__":
+def serve(words, started=print):
+    "Answer until the process ends; `started` is told the port."
     parser = argparse.ArgumentParser()
     parser.add_argument("storage")
     parser.add_argument("--port", type=int, default=0)
@@ -155,10 +156,14 @@ if __name__ == "__main__":
     parser.add_argument("--segment", type=int, default=64 << 20, help="bytes of the store's memory, with --mooncake")
     parser.add_argument("--layers", type=int, nargs="+", help="layer ids that replies tell, with --mooncake")
     parser.add_argument("--log")
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     server = Server(("127.0.0.1", options.port), Handler)
     server.options = options
     if options.mooncake:
         server.store, server.writers = open_store(options.mooncake, options.segment), ThreadPoolExecutor(4)
-    print(server.server_port, flush=True)
+    started(server.server_port)
     server.serve_forever()
+
+
+if __name__ == "__main__":
+    serve(None)

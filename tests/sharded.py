@@ -1,9 +1,7 @@
 """Drafters trained on several ranks whose weights are sharded (FSDP2), beside one process: what `test_sharded.py` and
 `tests/distributed/run.py` share. A rank is a process of its own on gloo, as torchrun would start it."""
 
-import gc
 import json
-import multiprocessing
 import os
 import shutil
 import socket
@@ -12,7 +10,9 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import forked
 import torch
+from accelerate.state import AcceleratorState
 from matrix import DRAFTERS, H, V, drafter, family_of, verifier
 
 from speculators_nb.train import optimizers
@@ -21,9 +21,6 @@ from speculators_nb.train.trainer import SpeculatorTrainingArguments, train
 STEPS, ROWS_IN_STEP = int(os.environ.get("SHARDED_STEPS", "4")), 4  # more than an epoch, whose last step lacks a row
 SAVE = STEPS // 2
 LIMIT = 400  # seconds for one launch
-# a rank is forked from a process that has imported what takes long, and in which nothing has run
-RANKS = multiprocessing.get_context("forkserver")
-RANKS.set_forkserver_preload(["transformers.trainer", "transformers.models.qwen3.modeling_qwen3", "datasets"])
 
 
 @dataclass
@@ -104,13 +101,12 @@ def report_of(trainer):
 def as_torchrun_says(rank, ranks, port):
     os.environ |= dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
     os.environ |= dict(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    AcceleratorState._reset_state(reset_partial_state=True)  # of a training in the process that was forked
 
 
 def one_rank(rank, ranks, port, root, jobs, fsdp):
     "What a rank does; its report is a file, folder of a job -> what went wrong, or None."
     as_torchrun_says(rank, ranks, port)
-    gc.freeze()  # of what is imported: accelerate looks for garbage at each training's end
-    torch.set_num_threads(1)
     optimizers.product_dtype = in_float32
     for job in jobs:
         verifier(family_of(job.name))  # before the ranks know of each other: then only the first would save
@@ -139,9 +135,7 @@ def free_port():
 def launch(root, jobs, ranks=2, fsdp=True):
     "Run jobs on ranks. AssertionError naming what went wrong."
     given = (ranks, free_port(), Path(root), jobs, fsdp)
-    processes = [RANKS.Process(target=one_rank, args=(rank, *given), daemon=True) for rank in range(ranks)]
-    for process in processes:
-        process.start()
+    processes = [forked.begin(one_rank, rank, *given) for rank in range(ranks)]
     until = time.monotonic() + LIMIT
     try:
         while any(p.is_alive() for p in processes) and time.monotonic() < until:

@@ -20,7 +20,7 @@ MODULES = {
 }
 TABLES = {name: module.CASES for name, module in MODULES.items() if hasattr(module, "CASES")}
 ALL = [(table, case) for table, cases in TABLES.items() for case in cases]
-PROCESSES = commands.CASES[:: len(commands.CASES) // 6][:6]
+PROCESSES = commands.CASES[:: len(commands.CASES) // 3][:3]
 
 
 def names(cases):
@@ -34,11 +34,11 @@ def light_outcomes(request):
     return light.outcomes({case.name for case in [light.CONTROL, *given] if isinstance(case, Case)})
 
 
-EACH = enumerate(zip(ALL, names(ALL)))  # every tenth by day
+EACH = enumerate(zip(ALL, names(ALL)))  # every twentieth by day
 
 
 @pytest.mark.parametrize(
-    "table,case", [pytest.param(*a, id=b, marks=pytest.mark.nightly if i % 10 else ()) for i, (a, b) in EACH]
+    "table,case", [pytest.param(*a, id=b, marks=pytest.mark.nightly if i % 20 else ()) for i, (a, b) in EACH]
 )
 def test_bad(table, case, light_outcomes):
     outcome = (table == "commands" and light_outcomes[case.name]) or run(case)

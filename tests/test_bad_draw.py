@@ -14,10 +14,10 @@ import speculators_nb.cli.drafter_commands  # noqa: F401  imported before the fi
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-drawn_today = functools.cache(functools.partial(draw, 11, 20))  # makes files, so not while tests are collected
+drawn_today = functools.cache(functools.partial(draw, 11, 10))  # makes files, so not while tests are collected
 
 
-@pytest.mark.parametrize("n", range(20))
+@pytest.mark.parametrize("n", range(10))
 def test_drawn(n):
     drawn = drawn_today()[n]
     kind, why = judge(drawn, *play(drawn))

@@ -3,6 +3,7 @@
 import ast
 import gc
 import inspect
+import itertools
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import sys
 import time
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import pytest
@@ -25,6 +27,7 @@ from speculators_nb.cli import drafter_commands as drafter_steps
 from speculators_nb.cli import main as cli
 from speculators_nb.cli.command import command, drafter_options, further_options, library, new_app
 from speculators_nb.cli.recipe import read_sections
+from speculators_nb.core import concurrency
 from speculators_nb.core.options import shipped_drafters
 from speculators_nb.core.provenance import read_provenance
 from speculators_nb.data.sources import read_conversations
@@ -552,14 +555,14 @@ def test_features_are_kept_when_asked_again(features):
     )
 
 
-def test_redirected_output_is_plain_lines(features, tmp_path):
+def test_redirected_output_is_plain_lines(features, tmp_path, monkeypatch):
     """Progress, a row an evaluation, no carriage return, and no dictionary."""
-    program = Path(sys.executable).with_name("speculators-nb")
-    line = [program, "train", features, tmp_path / "d", "--total-seq-len", "128", "--num-train-epochs", "2"]
-    line += ["--ttt-steps", "20"]  # longer than the second under which a bar writes nothing
-    got = subprocess.run([*line, "--draft-vocab-size", "512"], capture_output=True, text=True)
-    shown = (got.stdout + got.stderr).splitlines()
-    assert got.returncode == 0 and "\r" not in got.stdout + got.stderr and "\x1b" not in got.stdout + got.stderr
+    seconds = itertools.count()  # one for every update of a bar
+    monkeypatch.setattr(concurrency, "time", SimpleNamespace(monotonic=seconds.__next__))
+    line = "--total-seq-len 128 --num-train-epochs 2 --draft-vocab-size 512"
+    got = run("train", features, tmp_path / "d", line)
+    shown = got.output.splitlines()
+    assert got.exit_code == 0 and "\r" not in got.output and "\x1b" not in got.output
     assert not [text for text in shown if "{" in text], shown
     rows = [text for text in shown if re.match(r" +\d+ +\d\.\d\d ", text)]
     assert len(rows) == 3 and rows[-1] in rows[:2]  # two evaluations, and the better one again
@@ -906,19 +909,22 @@ def test_a_server_lives_as_long_as_its_command(drafter, tmp_path, number):
         "self.send_response(200); self.end_headers()\n"
         "print('ready', flush=True)\nhttp.server.HTTPServer(('127.0.0.1', port), H).serve_forever()",
     )
-    port, script = free_port(), Path(sys.executable).parent / "speculators-nb"
-    with subprocess.Popen(
-        [script, "serve", drafter, "--run", "--port", str(port), "--vllm", vllm],
-        stdout=subprocess.PIPE,
-        text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-    ) as process:  # a job in the background inherits that it is ignored
-        try:
-            assert f"at http://127.0.0.1:{port}" in process.stdout.readline()
-            process.send_signal(number)
-            process.wait(20)
-        finally:
-            process.kill()
+    port, said = free_port(), tmp_path / "said"
+
+    def typed():
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background inherits that it is ignored
+        with open(said, "w", buffering=1) as sys.stdout:
+            cli.app(list(map(str, ["serve", drafter, "--run", "--port", port, "--vllm", vllm])))
+
+    process = forked.begin(typed)
+    try:
+        while f"at http://127.0.0.1:{port}" not in (said.read_text() if said.exists() else ""):
+            assert process.is_alive()
+            time.sleep(0.05)
+        os.kill(process.pid, number)
+        process.join(20)
+    finally:
+        process.kill()
     for _ in range(100):
         with socket.socket() as s:
             if s.connect_ex(("127.0.0.1", port)):

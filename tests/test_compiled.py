@@ -51,7 +51,11 @@ def test_a_compiled_step_is_the_plain_step(name, request):
     assert names & {"_scores", "score_tokens"} and (name not in ("eagle3", "dflash", "peagle") or names >= PARTS)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+# by day a gradient by formula, a target that is a token, and one that is cut; all are compiled below
+TILES = [pytest.param(n, marks=() if n in ("kl_div", "ce", "topk_ce") else pytest.mark.nightly) for n in LOSSES]
+
+
+@pytest.mark.parametrize("loss", TILES)
 def test_a_compiled_tile_is_one_graph(loss, compiles):
     "Of every loss; a second graph serves all other numbers of rows."
     for rows in (6, 9, 5, 7):
@@ -88,10 +92,10 @@ def test_many_shapes_stay_compiled(compiles):
             torch.arange(3),
             columns % 3 > 0,
         )
-    for loss in LOSSES:
-        for term in (None, torch.zeros(3, 8)):
-            score_logits(torch.randn(3, 8), [torch.randn(3, 8)], None, term, {loss: 1.0}, True, True, True)
-    assert counters["stats"]["unique_graphs"] > 16 and not counters["graph_break"]
+    for i, loss in enumerate(LOSSES):
+        term = torch.zeros(3, 8) if i % 2 else None
+        score_logits(torch.randn(3, 8), [torch.randn(3, 8)], None, term, {loss: 1.0}, True, True, True)
+    assert counters["stats"]["unique_graphs"] > len(LOSSES) > 8 and not counters["graph_break"]
     assert not [reason for reason in counters["unimplemented"] if "limit" in str(reason)]
     assert torch._dynamo.config.recompile_limit >= compiled_module.RECOMPILE_LIMIT
 

@@ -37,7 +37,7 @@ SHAPE = dict(
     max_position_embeddings=128,
     tie_word_embeddings=False,
 )
-TINY = settings(max_examples=5, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+TINY = settings(max_examples=3, deadline=None, phases=(Phase.explicit, Phase.reuse, Phase.generate))
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,8 @@ def as_recorded(name):
     return schedule | weights | dict(loss_config="ce", ce_from_data=True, serving_window=True)
 
 
-@pytest.mark.parametrize("lean", [True, False], ids=["lean", "dense"])
+# by day the lean path, which is the dense one (test_lean_is_dense)
+@pytest.mark.parametrize("lean", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["lean", "dense"])
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_specforges(name, lean):
     "Gradients on the drawn weights to 1e-3; then five steps of AdamW, whose losses are SpecForge's to 1e-5."

@@ -293,7 +293,7 @@ def test_both_evaluations_have_the_same_columns_and_agree_where_no_limit_is_near
     from speculators_nb.decode.ngram import NgramDrafter
     from speculators_nb.lab.experiment import heldout_setting
 
-    verifier, prompts, domains, eos = heldout_setting({}, 6)
+    verifier, prompts, domains, eos = heldout_setting({}, 3)
     there = evaluate(
         verifier, {"n-gram": NgramDrafter()}, prompts, k=2, max_new_tokens=200, eos_token_ids=eos, domains=domains
     )

@@ -5,26 +5,23 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import fake_extraction
 import forked
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from fake_extraction import states_for
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
-
-sys.path.insert(0, os.path.dirname(__file__))
-from fake_extraction import states_for
 
 from speculators_nb.cli import data_commands
 from speculators_nb.data.chat_encoding import save_prepared
@@ -63,31 +60,28 @@ class Fake:
         self.storage.mkdir(exist_ok=True)
 
     def __enter__(self):
-        command = [
-            sys.executable,
-            str(HERE / "fake_extraction.py"),
-            str(self.storage),
-            "--port",
-            str(self.port),
-            *self.options,
-        ]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-        assert self.process.stdout.readline(), "the stand-in did not start"
+        ready, started = forked.FORK.Pipe(duplex=False)
+        words = [str(self.storage), "--port", str(self.port), *self.options]
+        self.process = forked.begin(fake_extraction.serve, words, started.send)
+        started.close()
+        assert ready.recv() == self.port
         return self
 
     def kill(self):
-        self.process.send_signal(signal.SIGKILL)
-        self.process.wait()
-        self.process.stdout.close()
+        self.process.kill()
+        self.process.join()
+
+    def send(self, number):
+        os.kill(self.process.pid, number)
 
     def writing(self):
         "Hold the server; whether it is in the middle of a file. If not, it goes on."
-        self.process.send_signal(signal.SIGSTOP)
+        self.send(signal.SIGSTOP)
         # the signal takes effect a moment later, when every thread has seen it
         os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)
         if self.torn():
             return True
-        self.process.send_signal(signal.SIGCONT)
+        self.send(signal.SIGCONT)
         return False
 
     def torn(self):
@@ -103,8 +97,7 @@ class Fake:
         return begun
 
     def __exit__(self, *_):
-        if self.process.poll() is None:
-            self.kill()
+        self.kill()
 
     def left(self):
         return sorted(p.name for p in self.storage.iterdir())

@@ -119,20 +119,20 @@ def test_rows_that_cannot_be_answered_stay_and_the_context_ends_a_row(tiny):
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepared") / "rows"
-    save_prepared(to_dataset([(row["input_ids"], row["loss_mask"]) for row in rows(10, longest=56)]), folder)
+    save_prepared(to_dataset([(row["input_ids"], row["loss_mask"]) for row in rows(6, longest=56)]), folder)
     return folder
 
 
 @pytest.fixture(scope="module", autouse=True)
 def two_batches():
-    "Of the 8 rows that are trained on."
+    "Of the 5 rows that are trained on."
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fresh_answers, "BATCH", 4)
+        patch.setattr(fresh_answers, "BATCH", 3)
         yield
 
 
 def trained(prepared, output, **given):
-    common = dict(total_seq_len=256, num_train_epochs=3, logging_steps=1, disable_tqdm=True, eval_share=0.2)
+    common = dict(total_seq_len=128, num_train_epochs=3, logging_steps=1, disable_tqdm=True, eval_share=0.2)
     often = dict(save_strategy="steps", eval_strategy="steps", save_steps=1, eval_steps=1)
     own = settings("eagle3") | common | often | dict(regenerate_every=1) | given
     return train_drafter(prepared, output, PATH, "eagle3", **own)
@@ -154,12 +154,12 @@ def test_the_rows_are_answered_again_and_the_held_out_ones_stay(prepared, whole)
     assert sorted(p.name for p in (output / "fresh_answers").iterdir()) == ["epoch-2.jsonl", "epoch-3.jsonl"]
     source, indices = trainer.train_dataset.dataset, trainer.train_dataset.indices
     given, last = LiveFeatures(Verifier.from_pretrained(PATH), table_of(prepared)), stored(output, 3)
-    assert len(indices) == len(last) == 8 and len(source) == 10
+    assert len(indices) == len(last) == 5 and len(source) == 6
     for i, row in zip(indices, last):
         ids, mask = source.tokens(i)
         assert ids.tolist() == row["input_ids"] and mask.tolist() == [bool(x) for x in row["loss_mask"]]
         assert parts_of(row)[0] == parts_of(dict(zip(("input_ids", "loss_mask"), given.tokens(i))))[0]
-    for i in {*range(10)} - {*indices}:
+    for i in {*range(6)} - {*indices}:
         assert torch.equal(source.tokens(i)[0], given.tokens(i)[0])
     assert [row["input_ids"] for row in last] != [row["input_ids"] for row in stored(output, 2)]
     assert trainer.state.global_step % 3 == 0 and trainer.state.epoch == 3
@@ -201,7 +201,7 @@ def test_answers_last_for_so_many_epochs_and_greedy_ones_are_the_same(prepared, 
     trained(prepared, tmp_path, num_train_epochs=5, regenerate_temperature=0.0, overwrite=True, **rare)
     assert sorted(p.name for p in (tmp_path / "fresh_answers").iterdir()) == ["epoch-3.jsonl", "epoch-5.jsonl"]
     texts = [[row["input_ids"] for row in stored(tmp_path, epoch)] for epoch in (3, 5)]
-    assert texts[0] == texts[1] and len(texts[0]) == 10
+    assert texts[0] == texts[1] and len(texts[0]) == 6
 
 
 def test_a_resume_with_other_answers_is_refused(prepared, whole):

@@ -5,6 +5,7 @@ import math
 import re
 import runpy
 import shutil
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -49,7 +50,7 @@ def test_quantiles_of_students_t(df, level):
 
 
 def test_an_interval_covers_as_often_as_it_says():
-    draws = np.random.default_rng(0).normal(3, 2, (1000, 5))
+    draws = np.random.default_rng(0).normal(3, 2, (400, 5))
     inside = [low < 3 < high for _, low, high in map(t_interval, draws)]
     assert np.mean(inside) == pytest.approx(0.95, abs=0.02)
     assert t_interval([2.0])[0] == 2 and math.isnan(t_interval([2.0])[1])
@@ -299,8 +300,11 @@ settings:
 """
 
 
-def test_the_command_in_real_processes(tmp_path, monkeypatch):
-    "With a drafter of one's own: lines, table, picture, page and what to do next; then nothing is left to do."
+@pytest.mark.parametrize("begun_by", ["fork", pytest.param("spawn", marks=pytest.mark.nightly)])
+def test_the_command_in_real_processes(tmp_path, monkeypatch, begun_by):
+    """With a drafter of one's own: lines, table, picture, page and what to do next; then nothing is left to do. By
+    night in processes that know nothing of it, as users have them."""
+    monkeypatch.setattr(grid, "get_context", lambda kind: get_context(begun_by))
     features = shipped_features(n=20)
     monkeypatch.setattr(grid, "shipped_features", lambda: features)
     for registered in (SpeculatorModelConfig.registry, SpeculatorModel.registry):

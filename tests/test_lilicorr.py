@@ -99,7 +99,8 @@ def recorded(name):
     return {k.removeprefix(f"{name}/"): v for k, v in load_file(FIXTURE).items() if k.startswith(f"{name}/")}
 
 
-@pytest.mark.parametrize("lean", [True, False], ids=["lean", "dense"])
+# by day the lean path, which is the dense one (test_lean_is_dense)
+@pytest.mark.parametrize("lean", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["lean", "dense"])
 @pytest.mark.parametrize("name", CASES)
 def test_steps_are_modelopts(name, lean):
     "Gradients on the drawn weights to 1e-3; then steps of AdamW, whose losses are ModelOpt's to 1e-5, part by part."

@@ -1,10 +1,12 @@
 """Long rows: ranks that share a row by position have together the loss, the metrics and the gradient of one process."""
 
 import json
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import forked
 import pytest
 import torch
 from matrix import batch_for, drafter, full_gradient, verifier
@@ -12,7 +14,6 @@ from safetensors.torch import load_file
 from sharded import ROWS_IN_STEP, SAVE, Job, free_port, launch, report_of, run
 from test_sharded import check_same, files_of
 from torch import distributed as dist
-from torch import multiprocessing
 
 from benchmarks.long_rows import run as benchmark
 from speculators_nb.distributed.long_rows import RowPart
@@ -57,8 +58,6 @@ def step(case, group=None):
 
 
 def one_rank(rank, ranks, port, folder):
-    torch.set_num_threads(1)
-    verifier("llama")  # before the ranks know of each other: then only the first would save
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     found = {}
     for case in CASES:
@@ -77,7 +76,8 @@ def shared(tmp_path_factory):
     verifier("llama")
     folder = tmp_path_factory.mktemp("ranks")
     given = (2, free_port(), folder)
-    multiprocessing.start_processes(one_rank, given, nprocs=2, start_method="forkserver")
+    for wait in [forked.ask(partial(one_rank, rank, *given)) for rank in range(2)]:
+        wait()
     return torch.load(folder / "found.pt")
 
 

@@ -40,7 +40,7 @@ def greedy(model, name):
     _, target, samples = verifier(family_of(name))
     trained = model.eval().drafter()
     target = Verifier(target.model, list(trained.aux_layer_ids) or None)
-    return generate(target, trained, samples[0]["input_ids"][:9].tolist(), k=3, max_new_tokens=16)
+    return generate(target, trained, samples[0]["input_ids"][:9].tolist(), k=3, max_new_tokens=8)
 
 
 @every_drafter
@@ -135,55 +135,51 @@ def test_the_best_adapter_is_kept(tmp_path):
     assert equal(load_file(f"{best}/model.safetensors"), load_file(tmp_path / "out/model.safetensors"))
 
 
-def test_a_run_that_replaces_one_of_an_adapter_leaves_no_adapter(tmp_path):
-    trained(RELEASE / "features", tmp_path)
-    assert (tmp_path / "adapter").is_dir()
-    trained(RELEASE / "features", tmp_path, lora_rank=None, overwrite=True)
-    assert not (tmp_path / "adapter").exists()
-
-
 def files_of_drafter(folder):
     files = [folder / "config.json", folder / "model.safetensors", *folder.glob("adapter/*")]
     return {file.relative_to(folder): file.read_bytes() for file in files}
 
 
+@pytest.fixture(scope="module")
+def replaced(tmp_path_factory):
+    "A run of an adapter, which others replace."
+    folder = tmp_path_factory.mktemp("replaced")
+    trained(RELEASE / "features", folder, max_steps=1)
+    assert len(files_of_drafter(folder)) == 4
+    return folder
+
+
 @pytest.mark.parametrize("rank", [2, None])
-@pytest.mark.parametrize(
-    "killed_in",
-    [
-        "trainer.SpeculatorTrainer.training_step",
-        "trainer.SpeculatorTrainer.save_model",
-        "trainer.without_secrets",
-        "models.base.save_tensors",
-        "models.base.save_adapter",
-        "core.config.write_text",
-    ],
-)
-def test_a_run_that_is_killed_has_replaced_nothing(tmp_path, monkeypatch, killed_in, rank):
-    "Until the new drafter is complete the old one is there with its adapter."
-    if rank is None and "adapter" in killed_in:
-        pytest.skip("there is none")
-    trained(RELEASE / "features", tmp_path, save_strategy="no")
-    before = files_of_drafter(tmp_path)
-    assert len(before) == 4
+def test_a_run_that_is_killed_has_replaced_nothing(tmp_path, monkeypatch, replaced, rank):
+    """Until the new drafter is complete the old one is there with its adapter, wherever the run is killed, and the next
+    ones over what it has left; then there is the new one alone."""
+    shutil.copytree(replaced, tmp_path, dirs_exist_ok=True)
+    before, other = files_of_drafter(tmp_path), dict(max_steps=1, lora_rank=rank, seed=1, overwrite=True)
 
     def kill(*args, **kwargs):
         raise SystemExit
 
-    module = killed_in if killed_in.startswith(("models", "core")) else f"train.{killed_in}"
-    with monkeypatch.context() as m, pytest.raises(SystemExit):
-        m.setattr(f"speculators_nb.{module}", kill)
-        trained(RELEASE / "features", tmp_path, lora_rank=rank, seed=1, save_strategy="no", overwrite=True)
-    assert files_of_drafter(tmp_path) == before
-    trained(RELEASE / "features", tmp_path, lora_rank=rank, seed=1, save_strategy="no", overwrite=True)
+    for killed_in in (
+        "train.trainer.SpeculatorTrainer.training_step",
+        "train.trainer.SpeculatorTrainer.save_model",
+        "train.trainer.without_secrets",
+        "models.base.save_tensors",
+        *["models.base.save_adapter"] * (rank is not None),
+        "core.config.write_text",
+    ):
+        with monkeypatch.context() as m, pytest.raises(SystemExit):
+            m.setattr(f"speculators_nb.{killed_in}", kill)
+            trained(RELEASE / "features", tmp_path, **other)
+        assert files_of_drafter(tmp_path) == before, killed_in
+    trained(RELEASE / "features", tmp_path, **other)
     assert len(files_of_drafter(tmp_path)) == (4 if rank else 2) and not (tmp_path / ".saving").exists()
 
 
-def test_what_a_kill_between_two_drafters_leaves_is_replaced(tmp_path):
+def test_what_a_kill_between_two_drafters_leaves_is_replaced(tmp_path, replaced):
     "Of the old one its config is gone, and its adapter is not: the new one has none."
-    trained(RELEASE / "features", tmp_path, save_strategy="no")
+    shutil.copytree(replaced, tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").unlink()
-    trained(RELEASE / "features", tmp_path, lora_rank=None, save_strategy="no", overwrite=True)
+    trained(RELEASE / "features", tmp_path, max_steps=1, lora_rank=None, overwrite=True)
     assert len(files_of_drafter(tmp_path)) == 2
 
 

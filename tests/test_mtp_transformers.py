@@ -323,7 +323,7 @@ def test_drafts_are_transformers(case):
 def test_text_is_the_verifiers(case):
     "Greedy text of transformers alone, of transformers with its MTP layers, and of `generate`."
     prompt, verifier = tokens(6, 4), Verifier.from_pretrained(case.folder)
-    options = dict(max_new_tokens=40, do_sample=False)
+    options = dict(max_new_tokens=20, do_sample=False)
     alone = case.model.generate(prompt, **options)[0, 6:].tolist()
     drafts_there = case.family != "step3p7" or hasattr(MtpModel, "forward_layer")
     if drafts_there and case.family != "bailing_hybrid":  # transformers refuses verifiers with a state
@@ -331,13 +331,13 @@ def test_text_is_the_verifiers(case):
         assert beside[0, 6:].tolist() == alone
     drafter = drafter_of(case, K).drafter()
     for k in (1, case.n, K):
-        written = generate(verifier, drafter, prompt[0].tolist(), max_new_tokens=40, k=k)
+        written = generate(verifier, drafter, prompt[0].tolist(), max_new_tokens=20, k=k)
         assert written.tokens == alone
     assert sum(step.accepted for step in written.steps)
     if case.family in ("deepseek_v3", "glm4_moe", "inkling_text", "step3p7"):  # vLLM has a class for the head
         served = SpeculativeConfig(method="mtp", target_model_config=case.folder)
         assert served.num_speculative_tokens == case.n
-        assert generate(verifier, served.drafter(verifier), prompt[0], max_new_tokens=40, k=case.n).tokens == alone
+        assert generate(verifier, served.drafter(verifier), prompt[0], max_new_tokens=20, k=case.n).tokens == alone
 
 
 def test_trained_saved_and_put_back(case, tmp_path):
@@ -366,6 +366,10 @@ def test_trained_saved_and_put_back(case, tmp_path):
         assert torch.equal(weight, model.mtp_layers.layers.state_dict()[name]), name
 
 
+# by day one: what differs between families is what the tests above hold
+@pytest.mark.parametrize(
+    "case", [FAMILIES[0], *(pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES[1:])], indirect=True
+)
 def test_the_commands_train_check_stitch_and_plan(case, tmp_path, caplog):
     "Features, `train` from the verifier's own head, `check`, `stitch-mtp` and `plan`, by the CLI's functions."
     rows = [tokens(n, n)[0].tolist() for n in (20, 24, 17, 30, 21, 22)]

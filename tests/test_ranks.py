@@ -2,13 +2,13 @@
 resume on another number of them; and a rank that dies ends the job, named in the last line. `make ranks` does it with
 every drafter, and on four."""
 
-import gc
 import json
-import os
+import logging
 import re
 import signal
 import subprocess
 import time
+from contextlib import redirect_stderr, redirect_stdout
 from functools import lru_cache, partial
 
 import forked
@@ -20,7 +20,7 @@ from ranks import worker
 from ranks.job import Job, processes_of, train_words
 from ranks.worker import SAVE, STEPS
 from safetensors.torch import load_file
-from sharded import RANKS, as_torchrun_says, free_port
+from sharded import as_torchrun_says, free_port
 from torch import distributed as dist
 
 THREE = ["eagle", "peagle", "dflash"]  # noise; a subset of rollouts and gradients by rows; a subset of anchors
@@ -33,24 +33,20 @@ def place(tmp_path_factory):
 
 
 def one_rank(rank, world_size, port, log, arguments):
-    file = os.open(log, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
-    os.dup2(file, 1), os.dup2(file, 2)
-    if world_size > 1:
-        as_torchrun_says(rank, world_size, port)
-    gc.freeze()  # of what is imported: accelerate looks for garbage at each training's end
-    torch.set_num_threads(1)
-    worker.main(*map(str, arguments))
-    if world_size > 1:
-        dist.destroy_process_group()
+    with open(log, "a", buffering=1) as file, redirect_stdout(file), redirect_stderr(file):
+        logging.basicConfig(force=True)  # to the file, not to the test that was forked
+        if world_size > 1:
+            as_torchrun_says(rank, world_size, port)
+        worker.main(*map(str, arguments))
+        if world_size > 1:
+            dist.destroy_process_group()
 
 
 def train(world_size, folder, *arguments):
     "What the ranks of a training by the worker print."
     log = folder.with_name(f"{folder.name}.log")
     given = world_size, free_port(), log, (folder, *arguments)
-    processes = [RANKS.Process(target=one_rank, args=(rank, *given), daemon=True) for rank in range(world_size)]
-    for process in processes:
-        process.start()
+    processes = [forked.begin(one_rank, rank, *given) for rank in range(world_size)]
     for process in processes:
         process.join(900)
     assert [p.exitcode for p in processes] == [0] * world_size, log.read_text()[-4000:]

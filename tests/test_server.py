@@ -1,14 +1,17 @@
 """`serve`: the command for every kind of checkpoint, and a server of which nothing is left. A script of this folder
 stands in for vLLM."""
 
+import ctypes
 import json
 import os
 import shutil
 import signal
 import socket
+import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 from fake_engine import installed
 from safetensors.torch import load_file, save_file
@@ -409,6 +412,19 @@ def test_it_ends_where_the_block_fails(engine, tmp_path):
         pids = [server.process.pid, worker(server)]
         raise ZeroDivisionError
     assert gone(pids, 0.5) and "worker" in (tmp_path / "logs/server.log").read_text()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a process that others are left to")
+def test_it_ends_at_once_where_nobody_waits_for_what_is_left(engine):
+    "As in a container whose first process does not: what had ended was a process of the server for 25 seconds."
+
+    def seconds():
+        ctypes.CDLL(None).prctl(36, 1)  # as that first process
+        with Server(["vllm", "serve", "m"], vllm=engine):
+            began = time.monotonic()
+        return time.monotonic() - began
+
+    assert forked.ask(seconds)() < 10
 
 
 def test_a_server_that_cannot_start_says_why(engine, monkeypatch):

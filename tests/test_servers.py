@@ -46,7 +46,7 @@ def test_features_while_one_of_two_servers_ends(tmp_path, end):
 
         def ender():
             wait_for(lambda: len(list(out.glob("hs_*"))) >= 5)
-            other.process.send_signal(end)
+            other.send(end)
 
         thread = threading.Thread(target=ender)
         thread.start()

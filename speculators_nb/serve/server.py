@@ -22,13 +22,22 @@ from ..core.provenance import without_secrets
 from .serve_command import serve_environment
 from .vllm_contract import find_executable
 
+# It ends when the program that started it ends. Told to end, it waits for all that it has started, as nobody else may:
+# the first process of a container often does not, and what nobody has waited for counts as one of the group.
 GUARD = """
-import os, signal, subprocess, sys, threading
+import ctypes, os, signal, subprocess, sys, threading
+told = []
+signal.signal(signal.SIGTERM, lambda *_: told.append(True))
+if sys.platform == "linux":
+    ctypes.CDLL(None).prctl(36, 1)       # PR_SET_CHILD_SUBREAPER
 def alone():
-    while os.read(0, 1): pass            # ends when the program that started this one ends
+    while os.read(0, 1): pass
     os.killpg(0, signal.SIGKILL)
 threading.Thread(target=alone, daemon=True).start()
 code = subprocess.call(sys.argv[1:], stdin=subprocess.DEVNULL)
+try:
+    while told: os.wait()
+except ChildProcessError: pass
 sys.exit(code if code >= 0 else 128 - code)
 """
 

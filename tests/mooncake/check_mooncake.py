@@ -11,6 +11,7 @@ files in a memory file system. `vllm`: the real vLLM with our connector, every s
 import argparse
 import ctypes.util
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -287,9 +288,11 @@ def main():
     sys.path.insert(0, str(ROOT / "tests"))
     from importlib.metadata import version
 
+    import forked
     import torch
 
     torch.set_num_threads(1)
+    forked.FORK = multiprocessing.get_context("spawn")  # the store's own threads do not survive a fork
     packages = ("hs-connectors", "mooncake-transfer-engine-non-cuda")
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() and given.only else {}
     found["packages"] = {p: version(p) for p in packages}
