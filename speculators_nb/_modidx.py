@@ -2091,8 +2091,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'speculators_nb/nn/losses.py'),
                                           'speculators_nb.nn.losses.score_rows': ( 'nn/losses.html#score_rows',
                                                                                    'speculators_nb/nn/losses.py'),
-                                          'speculators_nb.nn.losses.sum_of_both': ( 'nn/losses.html#sum_of_both',
-                                                                                    'speculators_nb/nn/losses.py'),
                                           'speculators_nb.nn.losses.target_slots': ( 'nn/losses.html#target_slots',
                                                                                      'speculators_nb/nn/losses.py'),
                                           'speculators_nb.nn.losses.tile_rows': ('nn/losses.html#tile_rows', 'speculators_nb/nn/losses.py'),

@@ -6,12 +6,12 @@ with the output head (fused linear cross-entropy): no [tokens, vocabulary] tenso
 
 # %% auto #0
 __all__ = ['TOP_K', 'ALPHA_FLOOR', 'LK_DECAY', 'TINY', 'LOSSES', 'NORM_KINDS', 'CHUNK_ROWS', 'CHUNK_BYTES', 'CUDA_CHUNK_BYTES',
-           'TILE_BYTES', 'LOW_PRECISION', 'SLOTS_AT_ONCE', 'RowWeight', 'Distribution', 'rowdot', 'one_hot',
-           'sum_of_both', 'is_below', 'mass_below', 'overlap', 'RowLoss', 'parse_loss', 'autograd_gradient',
-           'mixture_gradient', 'score_rows', 'register_loss', 'score_logits', 'row_loss', 'FinalNorm', 'TargetHead',
-           'target_slots', 'chunks_as_on', 'chunk_rows', 'tile_rows', 'Chunk', 'cut_chunks', 'head_dtype',
-           'wide_product', 'chunk_logits', 'RowBias', 'TargetBias', 'HeadLoss', 'alike', 'score_chunk', 'HeadCase',
-           'scaled_gradient', 'head_loss', 'dense_head_loss']
+           'TILE_BYTES', 'LOW_PRECISION', 'SLOTS_AT_ONCE', 'RowWeight', 'Distribution', 'rowdot', 'one_hot', 'is_below',
+           'mass_below', 'overlap', 'RowLoss', 'parse_loss', 'autograd_gradient', 'mixture_gradient', 'score_rows',
+           'register_loss', 'score_logits', 'row_loss', 'FinalNorm', 'TargetHead', 'target_slots', 'chunks_as_on',
+           'chunk_rows', 'tile_rows', 'Chunk', 'cut_chunks', 'head_dtype', 'wide_product', 'chunk_logits', 'RowBias',
+           'TargetBias', 'HeadLoss', 'alike', 'score_chunk', 'HeadCase', 'scaled_gradient', 'head_loss',
+           'dense_head_loss']
 
 # %% ../../nbs/nn/04_losses.ipynb #2f999eda
 import json
@@ -19,7 +19,6 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import wraps
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -62,7 +61,8 @@ class Distribution:
         softmax: bool = True,  # False: only the likeliest tokens are read
     ):
         self.logits = logits if logits.dtype == torch.float64 else logits.float()
-        self.sums: dict[str, tuple[Distribution, Any]] = {}  # as a draft, see `sum_of_both`
+        # as a draft: by name and target, what its loss, its gradient and its metrics share
+        self.sums: dict[tuple[str, Distribution], Any] = {}
         if label is not None:
             self.label = label
         if softmax:
@@ -131,22 +131,6 @@ def one_hot(
     return torch.arange(like.shape[-1], device=like.device) == tokens[:, None]
 
 
-def sum_of_both(
-    make: Callable,  # (target distribution, draft distribution) -> [N], or some of them
-) -> Callable:  # the same
-    "Decorator: the draft keeps what was computed, for its loss, its gradient and its metrics."
-
-    @wraps(make)
-    def of_both(target: Distribution, draft: Distribution) -> Any:
-        against, value = draft.sums.get(make.__name__, (None, None))
-        if against is not target:
-            value = make(target, draft)
-            draft.sums[make.__name__] = target, value
-        return value
-
-    return of_both
-
-
 def is_below(
     target: Distribution,  # the verifier's p
     draft: Distribution,  # the drafter's q
@@ -156,26 +140,29 @@ def is_below(
     return draft.probs.clone().le_(target.probs)
 
 
-@sum_of_both
 def mass_below(
     target: Distribution,  # the verifier's p
     draft: Distribution,  # the drafter's q
 ) -> Tensor:  # [N]
     "The drafter's probability of all tokens that are below."
-    return rowdot(draft.probs, is_below(target, draft))
+    if ("mass_below", target) not in draft.sums:
+        mass = rowdot(draft.probs, is_below(target, draft))
+        draft.sums["mass_below", target] = mass
+    return draft.sums["mass_below", target]
 
 
-@sum_of_both
 def overlap(
     target: Distribution,  # the verifier's p
     draft: Distribution,  # the drafter's q
 ) -> Tensor:  # [N]
     """alpha = sum_v min(p, q): the probability that rejection sampling accepts a token drawn
     from q (arXiv 2211.17192, Corollary 3.6)."""
-    if torch.compiler.is_compiling():
-        # gradients need it: a kernel sums both on one way over the row, or none if unused
-        mass_below(target, draft)
-    return torch.minimum(target.probs, draft.probs).sum(-1)
+    if ("overlap", target) not in draft.sums:
+        if torch.compiler.is_compiling():
+            # gradients need it: a kernel sums both on one way over the row, or none if unused
+            mass_below(target, draft)
+        draft.sums["overlap", target] = torch.minimum(target.probs, draft.probs).sum(-1)
+    return draft.sums["overlap", target]
 
 # %% ../../nbs/nn/04_losses.ipynb #9b2b1065
 ALPHA_FLOOR = 1e-5  # nla stops here: below it the logarithm has no useful slope
@@ -196,10 +183,12 @@ def _log_ratio(a, m):
     return a.clamp_min(TINY).div(m.clamp_min(TINY)).log_()
 
 
-@sum_of_both
 def _to_middle(p, q):  # KL(p|m) and KL(q|m)
-    m = (p.probs + q.probs) / 2
-    return rowdot(p.probs, _log_ratio(p.probs, m)), rowdot(q.probs, _log_ratio(q.probs, m))
+    if ("to_middle", p) not in q.sums:
+        m = (p.probs + q.probs) / 2
+        of_p, of_q = (rowdot(x.probs, _log_ratio(x.probs, m)) for x in (p, q))
+        q.sums["to_middle", p] = of_p, of_q
+    return q.sums["to_middle", p]
 
 
 def _jsd(p, q):
@@ -376,7 +365,9 @@ def score_rows(
     want_tokens: bool = False,
 ) -> ScoredRows:
     "The row losses of a mixture, the gradient of their weighted sum, and metrics."
-    losses = {name: LOSSES[name].value(target, draft) for name in mixture}
+    losses = {}
+    for name in mixture:
+        losses[name] = LOSSES[name].value(target, draft)
     accept = overlap(target, draft) if want_accept else None
     tokens = draft.argmax if want_tokens else None
     grad = mixture_gradient(target, draft, mixture, losses) if want_grad else None
