@@ -497,6 +497,16 @@ def test_a_recipe_names_no_secret(tmp_path):
     assert "secret-word" not in text and "api_key_env: KEY" in text
 
 
+def test_shared_values_that_one_section_does_not_read_are_fine(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    shared = "verifier: v\ndevice: cpu\nserver: http://127.0.0.1:8000\nmodel: m"
+    sections = "regenerate: {data: a.jsonl, output: b.jsonl}\nfeatures: {data: b.jsonl, output_dir: f}"
+    file.write_text(f"{shared}\n{sections}")
+    read = read_sections(file, COMMANDS)
+    assert read["regenerate"]["device"] == read["features"]["device"] == "cpu"
+    assert read["features"]["source"] == "hf"
+
+
 @pytest.mark.statement("release-37")
 @pytest.mark.parametrize("file", sorted((ROOT / "data/recipes").glob("*.yaml")), ids=lambda f: f.stem)
 def test_shipped_recipes_are_right(file, tmp_path, monkeypatch):

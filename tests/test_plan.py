@@ -188,6 +188,15 @@ def test_a_plan_trains_on_what_the_recipe_starts_from(tmp_path):
     assert code == 0 and f"dflash, {trained / 1e6:,.0f} million trained weights" in text, text
 
 
+def test_a_plan_knows_nothing_of_a_drafter_that_an_earlier_stage_will_make(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    train = f"data_dir: rows, verifier: {TINY}, output_dir: {tmp_path}/new, from_pretrained: {tmp_path}/made"
+    convert = f"source: foreign, verifier: {TINY}, output_dir: {tmp_path}/made"
+    recipe.write_text(f"convert: {{{convert}}}\ntrain: {{{train}}}")
+    code, text = run("plan", recipe, "--memory", 80)
+    assert code == 0 and "eagle3" in text, text
+
+
 def test_without_the_hub_the_error_names_the_remedy():
     code, text = run("plan", ROOT / "data/recipes/qwen3-8b.yaml")
     assert code == 2 and text.count("\n") == 1, text

@@ -28,8 +28,16 @@ from ..core.options import RULES, algorithms, check_options, near, printable, ru
 from ..core.provenance import hide_secrets, without_secrets
 from ..verifier.folders import refuse_model
 from .inputs import check_inputs
-from .recipe import import_drafters, loads_drafters, read_recipe, resolve, sections_of, with_home, without_default
-from .recipe import write_recipe
+from .recipe import (
+    import_drafters,
+    loads_drafters,
+    read_recipe,
+    resolve,
+    sections_of,
+    with_home,
+    without_default,
+    write_recipe,
+)
 
 SHELL = {
     "str": str,
@@ -54,11 +62,13 @@ def shell_type(annotation: ast.expr | None) -> type | None:
 
 def _imported(name):
     "A module. Its import makes a million objects that stay; to look for garbage among them would take a fifth longer."
+    enabled = gc.isenabled()
     gc.disable()
     try:
         return import_module(name)
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 def library(module: str, name: str) -> Callable:

@@ -585,6 +585,12 @@ def plan(
     from ..plan.requirements import GB, machine_of, requirements, training_values
 
     sections = {stage.name: stage.values for stage in stages}
+    train = sections.get("train", {})
+    start = train.get("from_pretrained")
+    others = (stage.output for stage in stages if stage.output and stage.command != "train")
+    if start and not Path(start).exists() and any(same_place(start, output) for output in others):
+        # another stage makes it: nothing is known of it but what the recipe says
+        sections["train"] = train | {"from_pretrained": None}
     algorithm = training_values(sections["train"])["algorithm"] if "train" in sections else ""
     place = None if memory is None else memory * GB
     machine = machine_of(algorithm, devices, place, tflops, mfu, bandwidth)

@@ -101,8 +101,8 @@ def check_layers(config: dict[str, Any], where: str = "") -> None:
     for name, rule in LAYER_RULES.items():
         if name in config and (problem := rule.problem(config[name])):
             raise ValueError(f"{where}{name}={shown(config[name])}: {problem}")
-    size = {name: value for name, value in config.items() if isinstance(value, int)}.get
-    pad, vocab_size = size("pad_token_id"), size("vocab_size")
+    sizes = {name: value for name, value in config.items() if isinstance(value, int)}
+    pad, vocab_size = sizes.get("pad_token_id"), sizes.get("vocab_size")
     if pad is not None and vocab_size is not None and not -vocab_size <= pad < vocab_size:
         raise ValueError(f"{where}pad_token_id={pad}: must be less than {vocab_size=}")
     for name in ("rope_parameters", "rope_scaling"):
@@ -114,10 +114,10 @@ def check_layers(config: dict[str, Any], where: str = "") -> None:
                 f"{where}{name}={shown(rope)}: has {', '.join(scaled)} and no rope_type, so "
                 "that nothing would be scaled; give it, e.g. 'yarn'"
             )
-    heads, key_heads = size("num_attention_heads"), size("num_key_value_heads")
+    heads, key_heads = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
     if heads and key_heads and heads % key_heads:
         raise ValueError(f"{where}num_key_value_heads={key_heads}: must divide num_attention_heads={heads}")
-    hidden_size = size("hidden_size")
+    hidden_size = sizes.get("hidden_size")
     if heads and hidden_size and not config.get("head_dim") and hidden_size % heads:
         raise ValueError(f"{where}num_attention_heads={heads}: must divide hidden_size={hidden_size}, or give head_dim")
 

@@ -470,16 +470,12 @@ def _check_together(values: Mapping, command: str) -> None:
                 )
             if get("server") is not None:
                 _leave_out(values, ["self_prompts"], "are written in this process; leave it out")
-                why = "has no effect with a server; leave one of them out"
-                _leave_out(values, ["batch_size", "compute_dtype", "device", "attn_implementation"], why)
-            elif "server" in values:
-                _leave_out(values, ["model"], "has no effect without a server; leave it out, or give server")
         case "features" if from_server:
             why = "has no effect with source=vllm; leave it out, or set source=hf"
             _leave_out(values, dict(device=None, attn_implementation=None, compute_dtype="auto"), why)
         case "features" if "source" in values:
             why = f"has no effect with source={get('source')}; leave it out, or set source=vllm"
-            _leave_out(values, ["storage", "server"], why)
+            _leave_out(values, ["storage"], why)
         case "train":
             if from_server:
                 why = "the verifier must run in this process; leave it or server out"

@@ -271,11 +271,12 @@ def generate(
     for active in [requests] if longest <= verifier.border else [[r] for r in requests]:
         context = context_for(verifier, len(active), kv_cache, longest)
         while active:
-            first, again = active[0], 0
-            unread, read = len(first.tokens) - first.read, first.read
-            if read and unread > verifier.until_border(read):
-                context, again = context_for(verifier, 1, kv_cache, longest), read
-            pictures = None if again < read else inputs  # they are in the prompt
+            read = active[0].read
+            unread = len(active[0].tokens) - read
+            again = read if unread > verifier.until_border(read) else 0  # beyond the border
+            if again:
+                context = context_for(verifier, 1, kv_cache, longest)
+            pictures = inputs if again == read else None  # they are in the prompt
             looked = decoding_step(
                 context, active, k, rule, eos_token_ids, columns, pictures, again
             )

@@ -105,7 +105,9 @@ def write_eagle(
         embedding = load_verifier_tensors(target.path)["embeddings"]
         dtype = tensors["fusion_fc.weight"].dtype
         tensors = tensors | {"embed_tokens.weight": embedding.to(dtype)}
-    layer, scale = config.transformer_layer_config, logit_scale(target.config) if target else scale
+    if target is not None:
+        scale = logit_scale(target.config)
+    layer = config.transformer_layer_config
     raw = flat_config(
         layer,
         architectures=["Qwen3ForCausalLM" if layer.model_type == "qwen3" else "LlamaForCausalLM"],

@@ -305,14 +305,6 @@ TOGETHER = [  # (name, line after the command's own, what must be answered)
         "--storage {here}",
         "storage=.*: has no effect with source=hf; leave it out, or set source=vllm",
     ),
-    ("features", "a server for nothing", "--server http://a:1", "server=.*: has no effect with source=hf"),
-    (
-        "regenerate",
-        "a device of another machine",
-        "--server http://a:1 --device cpu",
-        "device='cpu': has no effect with a server; leave one of them out",
-    ),
-    ("regenerate", "a model of no server", "--model m", "model='m': has no effect without a server"),
     (
         "evaluate",
         "load without an engine",
