@@ -2071,6 +2071,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'speculators_nb/nn/losses.py'),
                                           'speculators_nb.nn.losses.head_loss': ('nn/losses.html#head_loss', 'speculators_nb/nn/losses.py'),
                                           'speculators_nb.nn.losses.is_below': ('nn/losses.html#is_below', 'speculators_nb/nn/losses.py'),
+                                          'speculators_nb.nn.losses.less_one': ('nn/losses.html#less_one', 'speculators_nb/nn/losses.py'),
                                           'speculators_nb.nn.losses.mass_below': ( 'nn/losses.html#mass_below',
                                                                                    'speculators_nb/nn/losses.py'),
                                           'speculators_nb.nn.losses.mixture_gradient': ( 'nn/losses.html#mixture_gradient',

@@ -6,12 +6,12 @@ with the output head (fused linear cross-entropy): no [tokens, vocabulary] tenso
 
 # %% auto #0
 __all__ = ['TOP_K', 'ALPHA_FLOOR', 'LK_DECAY', 'TINY', 'LOSSES', 'NORM_KINDS', 'CHUNK_ROWS', 'CHUNK_BYTES', 'CUDA_CHUNK_BYTES',
-           'TILE_BYTES', 'LOW_PRECISION', 'SLOTS_AT_ONCE', 'RowWeight', 'Distribution', 'rowdot', 'one_hot', 'is_below',
-           'mass_below', 'overlap', 'RowLoss', 'parse_loss', 'autograd_gradient', 'mixture_gradient', 'score_rows',
-           'register_loss', 'score_logits', 'row_loss', 'FinalNorm', 'TargetHead', 'target_slots', 'chunks_as_on',
-           'chunk_rows', 'tile_rows', 'Chunk', 'cut_chunks', 'head_dtype', 'wide_product', 'chunk_logits', 'RowBias',
-           'TargetBias', 'HeadLoss', 'alike', 'score_chunk', 'HeadCase', 'scaled_gradient', 'head_loss',
-           'dense_head_loss']
+           'TILE_BYTES', 'LOW_PRECISION', 'SLOTS_AT_ONCE', 'RowWeight', 'Distribution', 'rowdot', 'one_hot', 'less_one',
+           'is_below', 'mass_below', 'overlap', 'RowLoss', 'parse_loss', 'autograd_gradient', 'mixture_gradient',
+           'score_rows', 'register_loss', 'score_logits', 'row_loss', 'FinalNorm', 'TargetHead', 'target_slots',
+           'chunks_as_on', 'chunk_rows', 'tile_rows', 'Chunk', 'cut_chunks', 'head_dtype', 'wide_product',
+           'chunk_logits', 'RowBias', 'TargetBias', 'HeadLoss', 'alike', 'score_chunk', 'HeadCase', 'scaled_gradient',
+           'head_loss', 'dense_head_loss']
 
 # %% ../../nbs/nn/04_losses.ipynb #2f999eda
 import json
@@ -131,6 +131,17 @@ def one_hot(
     return torch.arange(like.shape[-1], device=like.device) == tokens[:, None]
 
 
+def less_one(
+    probs: Tensor,  # [N, V]
+    tokens: Tensor,  # [N] int64
+) -> Tensor:  # [N, V]
+    "The probabilities, less 1 at each row's token: the gradient of a cross-entropy."
+    if torch.compiler.is_compiling():
+        return probs - one_hot(tokens, probs).to(probs.dtype)
+    place = tokens[:, None]
+    return probs.scatter_add(-1, place, -torch.ones_like(place, dtype=probs.dtype))
+
+
 def is_below(
     target: Distribution,  # the verifier's p
     draft: Distribution,  # the drafter's q
@@ -246,7 +257,7 @@ def _jsd_grad(p, q, value):
 
 
 def _ce_grad(p, q, value):
-    return q.probs - one_hot(p.label, q.probs).to(q.probs.dtype)
+    return less_one(q.probs, p.label)
 
 
 def _topk_ce_grad(p, q, value):

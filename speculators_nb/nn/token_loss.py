@@ -23,7 +23,7 @@ from speculators_nb.nn.losses import (
     TargetHead,
     chunk_rows,
     head_dtype,
-    one_hot,
+    less_one,
     scaled_gradient,
     tile_rows,
 )
@@ -43,7 +43,7 @@ def score_tokens(
     losses, correct = q.lse - of_token[:, 0], q.argmax == tokens
     if not want_grad:
         return losses, correct, None
-    grad = q.probs - one_hot(tokens, q.probs).to(q.probs.dtype)
+    grad = less_one(q.probs, tokens)
     return losses, correct, grad.to(logits.dtype)
 
 
