@@ -642,7 +642,7 @@ class Eagle3DraftModel(SpeculatorModel):
                 part.check(hidden_states, verifier_last_hidden_states, ahead)
                 ids = ids[part.start : part.stop + ahead]
                 carries_loss = counted = counted[:, part.start : part.stop]
-            text = self.embed_tokens(ids)  # row i reads that of token i + t at step t
+            text = self.embed_tokens(ids)  # row i reads that at index i + t at step t
             if own_tokens is None:
                 text = self.layers[0].project_embeds(text)  # once for all steps
             hidden, embeds = self.fuse(hidden_states[0]), text  # what step 0 reads
