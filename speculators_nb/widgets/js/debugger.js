@@ -1,5 +1,5 @@
 // Step debugger: a generation step by step, and the two distributions behind each draft token.
-import { h, root, slider } from "./common.js";
+import { h, redraw, root, slider } from "./common.js";
 
 const number = (x) => x.toFixed(4);
 const visible = (text) => text.replace(/ /g, "␣").replace(/\n/g, "⏎") || "(empty)";
@@ -115,14 +115,6 @@ function panel(model, state, index) {
 function change(model, values) {
   model.set("controls", { ...model.get("controls"), ...values });
   model.save_changes();
-}
-
-// Draws without losing the focus: the element at the same place gets it back
-function redraw(place, children) {
-  const focusable = () => [...place.querySelectorAll("button, [tabindex]")];
-  const at = focusable().indexOf(document.activeElement);
-  place.replaceChildren(...children);
-  if (at >= 0) focusable()[at]?.focus({ preventScroll: true });
 }
 
 export default {
