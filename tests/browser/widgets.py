@@ -121,6 +121,8 @@ def check_debugger(widget, state):
             for i, run in enumerate(state["runs"]):
                 check_run(widget.locator(".snb-run").nth(i), run, position)
         press(slider, "ArrowRight")
+    for row in widget.locator("tbody tr").all()[:1]:
+        row.hover()  # a pointer that rests over the table changes nothing
     for i, row in enumerate(state["worst"][:3]):
         widget.locator("select").select_option(str(i))
         step = state["runs"][row["run"]]["steps"][row["step"]]
@@ -218,6 +220,8 @@ def check_playground(widget, state):
     "The surface and vLLM's fields: as it begins, with experts, after a bar was moved, measured"
     name, known = next(iter(state["drafters"].items()))
     rates, machine = list(known["rates"]), Machine()
+    cost = widget.locator("label", has_text="drafting costs").locator("output").inner_text()
+    assert cost == f"{known['cost']:.2f} passes a {'block' if known['parallel'] else 'token'}"
 
     def compare(costs):
         speeds = surface(Drafting(rates, known["cost"], known["parallel"]), costs)

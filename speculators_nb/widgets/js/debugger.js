@@ -57,7 +57,8 @@ function proposal(state, step, selected, select) {
       class: "snb-mono", onclick: choose, onfocus: choose, "aria-pressed": String(node === selected),
       style: `margin-left: ${depth(step, node)}em`,
     }, visible(state.words[id]));
-    return h("tr", { class: `snb-${what.replace(" ", "-")}`, onmouseenter: choose },
+    // not at mouseenter: a row may be drawn under a pointer that rests
+    return h("tr", { class: `snb-${what.replace(" ", "-")}`, onmousemove: choose },
       h("th", { scope: "row" }, name),
       h("td", {}, number(p)), h("td", {}, number(q)),
       h("td", { class: "snb-min" }, number(Math.min(p, q))),
