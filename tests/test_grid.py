@@ -25,6 +25,7 @@ from speculators_nb.lab import grid
 from speculators_nb.lab.experiment import HeldoutSetting, shipped_features
 from speculators_nb.lab.experiment_page import debug_runs, decoded_runs, write_runs_page
 from speculators_nb.lab.grid import (
+    Experiment,
     Measured,
     Run,
     Subject,
@@ -257,7 +258,7 @@ def test_a_picture_has_a_dot_for_each_seed(tmp_path, done):
     ax = found.plot("max_steps").axes[0]
     assert plt.get_fignums() == open_before, "an open figure is shown twice in JupyterLab"
     assert len(ax.collections[0].get_offsets()) == 6 and ax.get_xlabel() == "max_steps"
-    assert "is longest" in ax.get_title("left")
+    assert "None is ahead" in ax.get_title("left")  # all runs are alike
     more = contenders(1, 2) | {"fast": ("eagle3", {"learning_rate": 1e-3})}
     found = experiment(tmp_path, more, seeds=3, k=1, features=tmp_path / "features")
     ax = found.plot().axes[0]
@@ -265,6 +266,13 @@ def test_a_picture_has_a_dot_for_each_seed(tmp_path, done):
     ax = found.plot("max_steps").axes[0]
     assert [label.get_text() for label in ax.get_xticklabels()] == ["1.0", "2.0", "usual"]
     assert [text.get_text() for text in ax.get_legend().texts] == ["usual", "0.001"]
+
+
+@pytest.mark.parametrize("own, title", [((8, 9, 7), "b is longest: "), ((8, 2, 9), "None is ahead")])
+def test_a_picture_names_a_winner_only_beyond_the_intervals(own, title):
+    lengths = {"a": {0: 4, 1: 5, 2: 3}, "b": dict(enumerate(own))}
+    runs = pd.DataFrame([dict(setting=s, seed=i, algorithm="eagle3") for s in lengths for i in range(3)])
+    assert Experiment(runs, counts(lengths)).plot().axes[0].get_title("left").startswith(title)
 
 
 OWN = """

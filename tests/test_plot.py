@@ -101,6 +101,12 @@ def test_what_draws_returns_a_figure():
     plt.close(fig)
 
 
+def test_blanks_of_a_tokens_text_can_be_seen_in_a_tree():
+    "A label that begins with a blank would stand beside its box's middle, a line break would make two lines."
+    (ax,) = plot_tree([-1, 0], [" cat", "\n"], root=" a").axes
+    assert [text.get_text() for text in ax.texts] == ["␣a", "␣cat", "⏎"]
+
+
 def test_the_style_is_gone_afterwards_and_nothing_else():
     """The back end that a first figure loads changes parameters of its own, above all `interactive`; without that no
     figure is shown."""

@@ -253,6 +253,7 @@ def test_the_report_counts_all_that_went(chats, tok, tmp_path):
     assert prepared.table.loc["train", "tokens"] == sum(len(i) for i, _ in kept)
     html = prepared._repr_html_()
     assert "narrator" in html and "duplicates" in html and prepared.plot().axes
+    assert "NA" not in html.replace("narrator", "") and "trained share" in html  # what a stage does not count is empty
 
 
 THINKS = [

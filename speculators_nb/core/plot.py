@@ -337,12 +337,13 @@ def plot_tree(
     fill: str = COLOURS["eagle3"],
 ) -> Figure:
     """Draw a draft tree from left to right, as `tree_layout` lays it out: the labels [N] in its nodes (None: their
-    indices), the probability of each, weights [N], on its edge, nodes on the accepted path in the colour `fill`, `root`
-    for the last decided token."""
+    indices), their blanks and line breaks as signs, the probability of each, weights [N], on its edge, nodes on the
+    accepted path in the colour `fill`, `root` for the last decided token."""
     parents = [int(p) for p in parents]
     order, depth, height, leaves = tree_layout(parents)
     texts = {node: str(node) for node in order} if labels is None else dict(enumerate(labels))
     texts[-1] = root
+    texts = {node: text.replace(" ", "␣").replace("\n", "⏎") for node, text in texts.items()}
     path = {-1, *(int(i) for i in accepted)}
     deepest = max(depth.values())
     fig, ax = new_axes(1.1 + 1.15 * deepest, 0.9 + 0.42 * leaves)

@@ -259,7 +259,7 @@ class Prepared:
 
     @property
     def table(self) -> pd.DataFrame:  # one line a stage: conversations, rows, tokens, trained
-        "What came in, what was left out, what is left."
+        "What came in, what was left out, what is left; a stage has NA for what it does not count."
         split = len(self.train)
         left = [("train", slice(0, split)), ("val", slice(split, None))]
         lines = [
@@ -275,7 +275,7 @@ class Prepared:
         frame = pd.DataFrame([*self._reported("stages"), *lines]).set_index("what")
         frame = frame.reindex(columns=["conversations", "rows", "tokens", "trained"])
         frame = frame.astype("Int64")
-        frame["mask"] = (frame["trained"] / frame["tokens"]).astype("Float64").round(3)
+        frame["trained share"] = (frame["trained"] / frame["tokens"]).astype("Float64").round(3)
         return frame
 
     def _listed(self, name, columns) -> pd.DataFrame:  # by the first of these columns
@@ -320,7 +320,7 @@ class Prepared:
                 for unit in ("conversations", "rows", "tokens")
                 if pd.notna(numbers[unit])
             ]
-            counts += [f"{numbers['mask']:.0%} trained"] if pd.notna(numbers["mask"]) else []
+            counts += [f"{numbers['trained share']:.0%} trained"] if pd.notna(numbers["trained share"]) else []
             named = _places(places.get(what) or (), numbers["conversations"])
             lines.append(f"{what:<{width}}  {', '.join(counts)}{named}")
         for title, table in (
@@ -338,7 +338,8 @@ class Prepared:
     def _repr_html_(self):
         tables = (self.dropped, self.omitted, self.control_tokens)
         tables = [t.to_html() for t in tables if len(t)]
-        return f"<p>{escape(repr(self), quote=False)}</p>" + self.table.to_html(na_rep="") + "".join(tables)
+        stages = self.table.astype(object).fillna("")  # `na_rep` is not for columns of pandas' own dtypes
+        return f"<p>{escape(repr(self), quote=False)}</p>" + stages.to_html() + "".join(tables)
 
     def add_vocab_mapping(
         self,

@@ -47,7 +47,7 @@ from ..verifier.identity import fingerprint, same_weights
 from .code_digest import code_digest
 from .experiment import HeldoutSetting, heldout_setting, settings, shipped_features, train_on_shipped
 from .greedy_replay import Answer, greedy_answers, greedy_texts, replay
-from .paired import LENGTH, measures, results_table, t_interval
+from .paired import LENGTH, differences, measures, results_table, t_interval
 from .shipped import shipped_data
 
 Contenders = Mapping[str, tuple[str, dict[str, Any]]]  # name -> (algorithm, arguments)
@@ -361,7 +361,8 @@ class Experiment:
 
     def plot(self, factor: str = "setting", k: int | None = None, title: str | None = None) -> Figure:
         """Mean acceptance length by a factor, an argument that varies or the settings as they are: seeds as dots, means
-        with their 95 % intervals. `k`: tokens drafted in a step (None: the most); `title` None: the best value."""
+        with their 95 % intervals. `k`: tokens drafted in a step (None: the most); `title` None: the best value, where
+        it is ahead of all others beyond the intervals of the paired differences."""
         k = k or int(self.counts.k.max())
         runs = _values(self.runs, factor)
         lengths = measures(self.counts, k)[LENGTH].rename("length").reset_index()
@@ -378,6 +379,10 @@ class Experiment:
         ax.set(xlabel=factor, ylabel=f"mean acceptance length, K = {k}")
         best = table.groupby("value").length.mean()
         found = f"{best.idxmax()} is longest: {best.max():.2f} tokens a step"
+        first = table.groupby("setting").length.mean().idxmax()
+        behind = differences(self.counts, first, k).query("measure == @LENGTH")
+        if (behind.high >= 0).any():
+            found = f"None is ahead beyond the intervals: {best.min():.2f} to {best.max():.2f}"
         ax.set_title(title or found, loc="left")
         if len(looks) > 1:
             ax.legend()

@@ -93,6 +93,26 @@ def check_rule_lab(widget, state):
                 assert abs(a - b) < 1e-9, f"{name} at {p}, {q}, {others}: {a}, Python has {b}"
 
 
+def check_scroll(place):
+    "A long text stays where it is while draft tokens are looked at, and the step that is chosen can be seen"
+    texts = place.locator(".snb-output")
+    text, steps = texts.last, texts.last.locator(".snb-step")
+    seen = "e => [e.scrollHeight > e.clientHeight, e.scrollTop]"
+    if not text.evaluate(seen)[0]:
+        return  # a short text
+    steps.last.click()
+    down = place.locator(".snb-output").last.evaluate(seen)[1]
+    assert down > 0, "the text has gone back to its beginning"
+    inside = "e => { const o = e.closest('.snb-output').getBoundingClientRect(), b = e.getBoundingClientRect();"
+    inside += " return b.top >= o.top - 1 && b.bottom <= o.bottom + 1; }"
+    assert place.locator(".snb-output").last.locator("[aria-current]").evaluate(inside), "the chosen step is hidden"
+    for token in place.locator("tbody button").all()[:2]:
+        token.hover()
+        assert place.locator(".snb-output").last.evaluate(seen)[1] == down, "the text has moved"
+    place.get_by_label("output token").press("Home")
+    assert place.locator(".snb-output").last.locator("[aria-current]").evaluate(inside), "the first step is hidden"
+
+
 def check_debugger(widget, state):
     "At every third output token, for each run: mean length, p, q, min(p, q), the fate of each draft token; the list"
     slider = widget.locator("input[type=range]")
@@ -101,6 +121,8 @@ def check_debugger(widget, state):
             for i, run in enumerate(state["runs"]):
                 check_run(widget.locator(".snb-run").nth(i), run, position)
         press(slider, "ArrowRight")
+    for row in widget.locator("tbody tr").all()[:1]:
+        row.hover()  # a pointer that rests over the table changes nothing
     for i, row in enumerate(state["worst"][:3]):
         widget.locator("select").select_option(str(i))
         step = state["runs"][row["run"]]["steps"][row["step"]]
@@ -108,6 +130,7 @@ def check_debugger(widget, state):
         p, q = step["p"][row["node"]], step["q"][row["node"]]
         assert chosen.locator("td").all_inner_texts()[:3] == [f"{x:.4f}" for x in (p, q, min(p, q))], row
         assert chosen.locator("td").last.inner_text() == "rejected", row
+    check_scroll(widget)
 
 
 def check_run(run, state, position):
@@ -197,6 +220,8 @@ def check_playground(widget, state):
     "The surface and vLLM's fields: as it begins, with experts, after a bar was moved, measured"
     name, known = next(iter(state["drafters"].items()))
     rates, machine = list(known["rates"]), Machine()
+    cost = widget.locator("label", has_text="drafting costs").locator("output").inner_text()
+    assert cost == f"{known['cost']:.2f} passes a {'block' if known['parallel'] else 'token'}"
 
     def compare(costs):
         speeds = surface(Drafting(rates, known["cost"], known["parallel"]), costs)
@@ -288,12 +313,54 @@ CHECKS = {
 }
 
 
-def frozen(html):
-    "[(name, state)] of the widgets in the text of a page"
+# Both views of one model, and what their controls show; a menu that is a command ("jump to…") is no control
+TWO_VIEWS = """async ([name, values]) => {
+  const { frozenModel } = await import("/_static/widgets/common.js");
+  const widget = (await import(`/_static/widgets/${name}.js`)).default;
+  const model = frozenModel(values);
+  const place = document.body.appendChild(document.createElement("div"));
+  const views = [0, 1].map(() => place.appendChild(document.createElement("div")));
+  for (const el of views) widget.render({ model, el });
+  const spoken = [...views[0].querySelectorAll("input[type=range] + output")].map((e) => e.previousElementSibling);
+  const quiet = spoken.filter((e) => !e.ariaValueText).map((e) => e.ariaLabel);
+  const all = (el) => [...el.querySelectorAll("input, select, textarea, output")];
+  const controls = (el) => all(el).filter((e) => e.options?.[0].value !== "");
+  const shown = (el) => controls(el).map((e) => [e.ariaLabel, e.type === "checkbox" ? e.checked : e.value]);
+  const found = [];
+  for (let i = 0; i < controls(views[0]).length; i++) {
+    const control = controls(views[0])[i];
+    if (control.type === "checkbox") control.click();
+    else if (control.type === "range") control.value = control.value === control.max ? control.min : control.max;
+    else if (control.type === "textarea") control.value += " b";
+    else if (control.options) control.value = [...control.options].findLast((option) => !option.disabled).value;
+    else continue; // an output
+    for (const event of ["input", "change"]) control.dispatchEvent(new Event(event));
+    const [here, there] = views.map(shown);
+    if (JSON.stringify(here) !== JSON.stringify(there)) found.push([control.ariaLabel, here, there]);
+  }
+  place.remove();
+  return { found, quiet };
+}"""
+
+
+def check_views(page, name, values):
+    "Two views of one model show the same controls, whichever is used; a slider's value is said as it is shown"
+    answer = page.evaluate(TWO_VIEWS, [name, values])
+    assert not answer["found"], f"{name}: {answer['found'][0]}"
+    assert not answer["quiet"], f"{name}: no aria-valuetext on {answer['quiet']}"
+
+
+def frozen_values(html):
+    "[(name, state and controls)] of the widgets in the text of a page"
     found = re.findall(
         r'<div class="snb-widget" data-widget="(\w+)"><script type="application/json">(.*?)</script>', html, flags=re.S
     )
-    return [(name, json.loads(text)["state"]) for name, text in found]
+    return [(name, json.loads(text)) for name, text in found]
+
+
+def frozen(html):
+    "[(name, state)] of the widgets in the text of a page"
+    return [(name, values["state"]) for name, values in frozen_values(html)]
 
 
 def check_page(page, html, problems, shots=None, used=True):
@@ -326,6 +393,8 @@ def on_site(site, shots=None):
             watch(page, problems)
             for path, html in pages.items():
                 page.goto(f"{url}/{path.relative_to(site)}")
+                for name, values in frozen_values(html) if i == 0 else ():
+                    check_views(page, name, values)
                 shot = shots and Path(shots) / f"{path.stem}-{width}-{scheme}"
                 names |= {*check_page(page, html, problems, shot, used=i == 0)}
             page.close()

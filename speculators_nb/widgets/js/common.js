@@ -39,13 +39,15 @@ export function setControl(model, name, value) {
 export function slider(model, name, label, { min, max, step = 1, format = String }) {
   const value = () => model.get("controls")[name];
   const input = h("input", { type: "range", min, max, step, value: value(), "aria-label": label });
-  const shown = h("output", {}, format(value()));
-  input.addEventListener("input", () => setControl(model, name, Number(input.value)));
-  model.on("change:controls", () => {
+  const shown = h("output");
+  const show = () => {
     input.value = value();
     shown.textContent = format(value());
     input.setAttribute("aria-valuetext", format(value()));
-  });
+  };
+  input.addEventListener("input", () => setControl(model, name, Number(input.value)));
+  model.on("change:controls", show);
+  show();
   return h("label", { class: "snb-control" }, h("span", {}, label), input, shown);
 }
 
@@ -89,6 +91,26 @@ export function unpack(text, size) {
 // Something wide that scrolls by itself, by the keyboard too
 export function wide(label, ...children) {
   return h("div", { class: "snb-wide", role: "group", tabindex: 0, "aria-label": label }, ...children);
+}
+
+// Draws anew. The element at the same place gets the focus back; a text that scrolls stays where it was, and moves to
+// its step where another one was chosen
+export function redraw(place, children) {
+  const focusable = () => [...place.querySelectorAll("button, [tabindex]")];
+  const texts = () => [...place.querySelectorAll(".snb-output")];
+  const chosen = (text) => [...text.querySelectorAll(".snb-step")].findIndex((step) => step.ariaCurrent);
+  const at = focusable().indexOf(document.activeElement);
+  const before = texts().map((text) => [text.scrollTop, chosen(text)]);
+  place.replaceChildren(...children);
+  if (at >= 0) focusable()[at]?.focus({ preventScroll: true });
+  texts().forEach((text, i) => {
+    const [top, old] = before[i] ?? [0, -1];
+    text.scrollTop = top;
+    const step = text.querySelector("[aria-current]");
+    if (!step || chosen(text) === old) return;
+    const [box, own] = [text, step].map((element) => element.getBoundingClientRect());
+    text.scrollTop += Math.min(0, own.top - box.top) || Math.max(0, own.bottom - box.bottom);
+  });
 }
 
 // A model without a kernel, over the values that were frozen into the page

@@ -1,5 +1,5 @@
 // Step debugger: a generation step by step, and the two distributions behind each draft token.
-import { h, root, slider } from "./common.js";
+import { h, redraw, root, slider } from "./common.js";
 
 const number = (x) => x.toFixed(4);
 const visible = (text) => text.replace(/ /g, "␣").replace(/\n/g, "⏎") || "(empty)";
@@ -57,7 +57,8 @@ function proposal(state, step, selected, select) {
       class: "snb-mono", onclick: choose, onfocus: choose, "aria-pressed": String(node === selected),
       style: `margin-left: ${depth(step, node)}em`,
     }, visible(state.words[id]));
-    return h("tr", { class: `snb-${what.replace(" ", "-")}`, onmouseenter: choose },
+    // not at mouseenter: a row may be drawn under a pointer that rests
+    return h("tr", { class: `snb-${what.replace(" ", "-")}`, onmousemove: choose },
       h("th", { scope: "row" }, name),
       h("td", {}, number(p)), h("td", {}, number(q)),
       h("td", { class: "snb-min" }, number(Math.min(p, q))),
@@ -115,14 +116,6 @@ function panel(model, state, index) {
 function change(model, values) {
   model.set("controls", { ...model.get("controls"), ...values });
   model.save_changes();
-}
-
-// Draws without losing the focus: the element at the same place gets it back
-function redraw(place, children) {
-  const focusable = () => [...place.querySelectorAll("button, [tabindex]")];
-  const at = focusable().indexOf(document.activeElement);
-  place.replaceChildren(...children);
-  if (at >= 0) focusable()[at]?.focus({ preventScroll: true });
 }
 
 export default {

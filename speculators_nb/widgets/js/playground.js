@@ -148,7 +148,9 @@ export default {
     const names = Object.keys(drafters).map((name) => [name, name]);
     const percent = (x) => `${Math.round(100 * x)}%`;
     const drafter = menu(model, "drafter", "drafter", names);
-    const cost = slider(model, "cost", "a draft token costs", { min: 0, max: 0.5, step: 0.01, format: (c) => `${c.toFixed(2)} passes` });
+    const unit = () => (drafters[model.get("controls").drafter].parallel ? "block" : "token");
+    const passes = (c) => `${c.toFixed(2)} passes a ${unit()}`;
+    const cost = slider(model, "cost", "drafting costs", { min: 0, max: 0.5, step: 0.01, format: passes });
     const sources = [["computed", "computed, by batch size"], ...(verify ? [["measured", "measured, batch size 1"]] : [])];
     const source = menu(model, "source", "verification", sources);
     const machine = h("div", { class: "snb-row" },

@@ -1,5 +1,5 @@
 // Drafters that copy: what n-gram lookup and suffix decoding find in a text, step by step.
-import { h, menu, root, setControl, slider } from "./common.js";
+import { h, menu, redraw, root, setControl, slider } from "./common.js";
 
 // A word with the blanks before it; a sign of punctuation is one by itself
 const words = (text) => text.match(/\s*(?:[A-Za-z0-9_]+|[^A-Za-z0-9_\s])/g) ?? [];
@@ -124,7 +124,12 @@ export default {
     const area = (name, label) => {
       const own = { "aria-label": label, rows: 3, oninput: (e) => setControl(model, name, e.target.value) };
       const input = h("textarea", own);
-      input.value = model.get("controls")[name];
+      const show = () => {
+        const text = model.get("controls")[name];
+        if (input.value !== text) input.value = text; // else the cursor would jump
+      };
+      model.on("change:controls", show);
+      show();
       return h("label", { class: "snb-area" }, h("span", { class: "snb-muted" }, label), input);
     };
     const output = h("div");
@@ -138,9 +143,7 @@ export default {
     const draw = () => {
       const all = steps(model.get("controls"), state);
       const now = Math.max(0, Math.min(model.get("controls").step, all.found.length - 1));
-      const focused = output.contains(document.activeElement);
-      output.replaceChildren(...reading(all, now), shown(all, now, (i) => setControl(model, "step", i)));
-      if (focused) output.querySelector("[aria-current]")?.focus({ preventScroll: true });
+      redraw(output, [...reading(all, now), shown(all, now, (i) => setControl(model, "step", i))]);
     };
     model.on("change:controls", draw);
     draw();

@@ -168,7 +168,10 @@ function weights(model, name, label, tokens) {
     const attributes = { type: "range", min: 0, max: 1, step: 0.01, value, oninput: change };
     const input = h("input", { ...attributes, "aria-label": `${label} of ${token}` });
     const shown = h("output", {}, value.toFixed(2));
-    model.on("change:controls", () => (shown.textContent = model.get("controls")[name][i].toFixed(2)));
+    model.on("change:controls", () => {
+      input.value = model.get("controls")[name][i];
+      shown.textContent = model.get("controls")[name][i].toFixed(2);
+    });
     return h("label", { class: "snb-weight" }, h("span", {}, token), shown, input);
   });
   return h("div", { class: `snb-weights snb-${name}` }, h("strong", {}, label), inputs);
