@@ -31,7 +31,7 @@ from ..distributed.sharding import local, split_again
 from ..nn.compiled import to_device
 from .checkpoint import WholeCheckpoints, replaced_drafter
 from .fresh_answers import FreshAnswers
-from .live_view import LiveView, TableCallback, log_table, was_stopped
+from .live_view import LiveView, TableCallback, log_table
 from .optimizers import build_optimizer, clip_gradients
 from .packed_loaders import PackedLoaders, kept_rng, row_seed
 from speculators_nb.train.training_arguments import (
@@ -458,7 +458,7 @@ def train(
     trainer.save_model()
     if args.should_save:
         write_text(Path(args.output_dir) / "training_log.csv", log_table(trainer).to_csv())
-    if not was_stopped(trainer):
+    if trainer.has_ended():
         trainer.finish()
     elif args.should_save:
         step, folder = trainer.state.global_step, args.output_dir
