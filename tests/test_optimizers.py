@@ -164,7 +164,9 @@ def test_state_survives_a_round_trip_to_the_bit(net, name, tmp_path):
     assert [g["lr"] for g in opt.param_groups] == [g["lr"] for g in opt2.param_groups]
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_a_copy_goes_on_to_the_bit(net, name, copied):
     opt = build_optimizer(net, name, lr=1e-2, row_updates=True, row_gradients=True)

@@ -337,7 +337,7 @@ class SpeculatorTrainer(PackedLoaders, WholeCheckpoints):
 
     def check_evaluations(self):
         """ValueError, before the first step, for evaluation samples without loss, and for a
-        number to keep the best by that evaluations lack. What `measure` gives is not known yet."""
+        number to keep the best by that evaluations lack; what `measure` gives is not known."""
         several = isinstance(self.eval_dataset, dict)
         sets = [*self.eval_dataset] if several else [None]
         loaders = {name: self.get_eval_dataloader(name) for name in sets}
