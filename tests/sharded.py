@@ -21,7 +21,7 @@ from speculators_nb.train.trainer import SpeculatorTrainingArguments, train
 
 STEPS, ROWS_IN_STEP = int(os.environ.get("SHARDED_STEPS", "4")), 4  # more than an epoch, whose last step lacks a row
 SAVE = STEPS // 2
-LIMIT = 400  # seconds for one launch
+LIMIT = 400, 60  # seconds for a launch, and for each of its jobs
 
 
 @dataclass
@@ -133,9 +133,11 @@ def launch(root, jobs, ranks=2, fsdp=True):
     "Run jobs on ranks. AssertionError naming what went wrong."
     given = (ranks, free_port(), Path(root), jobs, fsdp)
     processes = [forked.begin(one_rank, rank, *given) for rank in range(ranks)]
-    until = time.monotonic() + LIMIT
+    seconds = LIMIT[0] + LIMIT[1] * len(jobs)
+    until = time.monotonic() + seconds
     try:
-        while any(p.is_alive() for p in processes) and time.monotonic() < until:
+        while any(p.is_alive() for p in processes):
+            assert time.monotonic() < until, f"{ranks} ranks are not through {len(jobs)} jobs after {seconds} seconds"
             time.sleep(0.1)
             if any(p.exitcode for p in processes):
                 time.sleep(2)  # the others may say more
