@@ -9,6 +9,7 @@ import time
 import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import forked
 import torch
@@ -20,7 +21,7 @@ from speculators_nb.train.trainer import SpeculatorTrainingArguments, train
 
 STEPS, ROWS_IN_STEP = int(os.environ.get("SHARDED_STEPS", "4")), 4  # more than an epoch, whose last step lacks a row
 SAVE = STEPS // 2
-LIMIT = 400  # seconds for one launch
+LIMIT = 400, 60  # seconds for a launch, and for each of its jobs
 
 
 @dataclass
@@ -32,11 +33,6 @@ class Job:
     settings: dict = field(default_factory=dict)  # of the trainer
     resume: str = ""  # a checkpoint that is copied to the folder first, below the launch's folder
     fails: str = ""  # what the error says that ends it
-
-
-def in_float32(device):
-    "Of Muon's products: in bfloat16 another order of sums alone makes 8e-4."
-    return torch.float32
 
 
 def norms(model):
@@ -65,7 +61,8 @@ def samples_for(model, family, n, seed=0):
 
 
 def run(job, root, ranks, fsdp):
-    "Train as `job` says; the trainer, after the run."
+    """Train as `job` says; the trainer, after the run. Muon multiplies in float32: in bfloat16 another order of sums
+    alone makes 8e-4."""
     family = family_of(job.name)
     model = drafter(job.name, family)
     settings, folder = {"measure": norms} | job.settings, Path(root) / job.folder
@@ -84,7 +81,8 @@ def run(job, root, ranks, fsdp):
     base["gradient_accumulation_steps"] = ROWS_IN_STEP // ranks
     args = SpeculatorTrainingArguments(str(folder), **base | settings)
     try:
-        trainer = train(model, rows, held_out, args, measure=measure, **DRAFTERS[job.name][2])
+        with mock.patch.object(optimizers, "product_dtype", lambda device: torch.float32):
+            trainer = train(model, rows, held_out, args, measure=measure, **DRAFTERS[job.name][2])
     except FloatingPointError as e:
         assert job.fails and job.fails in str(e), e
         return None
@@ -107,7 +105,6 @@ def as_torchrun_says(rank, ranks, port):
 def one_rank(rank, ranks, port, root, jobs, fsdp):
     "What a rank does; its report is a file, folder of a job -> what went wrong, or None."
     as_torchrun_says(rank, ranks, port)
-    optimizers.product_dtype = in_float32
     for job in jobs:
         verifier(family_of(job.name))  # before the ranks know of each other: then only the first would save
     report = {}
@@ -136,9 +133,11 @@ def launch(root, jobs, ranks=2, fsdp=True):
     "Run jobs on ranks. AssertionError naming what went wrong."
     given = (ranks, free_port(), Path(root), jobs, fsdp)
     processes = [forked.begin(one_rank, rank, *given) for rank in range(ranks)]
-    until = time.monotonic() + LIMIT
+    seconds = LIMIT[0] + LIMIT[1] * len(jobs)
+    until = time.monotonic() + seconds
     try:
-        while any(p.is_alive() for p in processes) and time.monotonic() < until:
+        while any(p.is_alive() for p in processes):
+            assert time.monotonic() < until, f"{ranks} ranks are not through {len(jobs)} jobs after {seconds} seconds"
             time.sleep(0.1)
             if any(p.exitcode for p in processes):
                 time.sleep(2)  # the others may say more

@@ -1,4 +1,8 @@
-"What every drafter does alike: a row without loss, a head in bfloat16."
+"What every drafter does alike: a row without loss, a head in bfloat16, a copy, a pickle."
+
+import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -30,3 +34,25 @@ def test_a_head_in_bfloat16(name):
     full = train_step(model, batch, name)[0]
     assert train_step(model, batch, name, gemm_dtype=torch.bfloat16)[0] == pytest.approx(full, rel=2e-2)
     assert train_step(model.bfloat16(), batch, name)[0] == pytest.approx(full, rel=5e-2)
+
+
+def by_torch(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = dict(copy=copy.deepcopy, pickle=lambda model: pickle.loads(pickle.dumps(model)), torch=by_torch)
+
+
+@every_drafter
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_a_copy_is_the_drafter(name, copied):
+    "As torch's users make one; what drafts for it is copied too."
+    model = drafter(name, family_of(name))
+    twin, batch = copied(model), batch_for(model, family_of(name))
+    (loss, gradient), (again, its) = (train_step(each, batch, name) for each in (model, twin))
+    assert loss == again and torch.equal(gradient, its)
+    assert twin.config.to_dict() == model.config.to_dict()
+    copied(model.drafter()).reset()

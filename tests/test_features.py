@@ -9,6 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from safetensors.torch import save_file
+from torch.utils.data import DataLoader, Subset
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from speculators_nb.core.checkpoints import save_tensors
@@ -25,6 +26,7 @@ from speculators_nb.features.feature_rows import (
     write_features,
 )
 from speculators_nb.features.in_process import LiveFeatures, extract_features, states_of, token_batches
+from speculators_nb.train.run_record import data_record
 from speculators_nb.train.train_drafter import open_features, train_drafter
 from speculators_nb.verifier.folders import layout_of
 from speculators_nb.verifier.tapped_model import Verifier
@@ -103,6 +105,20 @@ def test_dataset_raises_or_skips(tmp_path, caplog):
         feature_path(tmp_path, i).unlink(missing_ok=True)
     with pytest.raises(FeatureError, match="every other file"):
         FeatureDataset(tmp_path, on_bad="skip")
+
+
+def test_rows_are_counted_as_torch_s_users_count_them(made):
+    "From the end, by a tensor, by NumPy's numbers; a row that is not there is named as such."
+    for data in (FeatureDataset(made), LiveFeatures(make_verifier(), make_rows(), dtype=torch.float32)):
+        chosen = Subset(data, torch.tensor([2, N - 1]))
+        for i, same in ((-1, N - 1), (torch.tensor(2), 2), (np.int64(2), 2)):
+            assert torch.equal(data[i]["input_ids"], data[same]["input_ids"])
+            assert torch.equal(data.tokens(i)[0], data.tokens(same)[0])
+        (batch,) = DataLoader(chosen, batch_size=2, collate_fn=list)
+        assert [len(sample["input_ids"]) for sample in batch] == [data.lengths[2], data.lengths[-1]]
+        assert data_record(chosen) == data_record(Subset(data, [2, N - 1]))
+        with pytest.raises(IndexError):
+            data[N]
 
 
 def test_live_features_are_the_stored_ones(made):

@@ -1,6 +1,7 @@
 "Muon + AdamW behind one optimizer: who gets which parameter, the arithmetic, state, schedules, clipping, accelerate."
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -161,6 +162,20 @@ def test_state_survives_a_round_trip_to_the_bit(net, name, tmp_path):
         schedule2.step()
     assert all(torch.equal(p, q) for p, q in zip(net.parameters(), twin.parameters()))
     assert [g["lr"] for g in opt.param_groups] == [g["lr"] for g in opt2.param_groups]
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))], ids=["copy", "pickle"]
+)
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_copy_goes_on_to_the_bit(net, name, copied):
+    opt = build_optimizer(net, name, lr=1e-2, row_updates=True, row_gradients=True)
+    step(net, opt, 0)
+    twin, opt2 = copied((net, opt))
+    for i in range(1, 3):
+        step(net, opt, i)
+        step(twin, opt2, i)
+    assert all(torch.equal(p, q) for p, q in zip(net.parameters(), twin.parameters()))
 
 
 def test_a_parameter_without_gradient_stays(net):

@@ -13,6 +13,7 @@ from packaging.version import Version
 from safetensors.torch import load_file
 from test_trainer import Stop, Toy, arguments, samples, toy, weights
 from torch.distributed.fsdp import FSDPModule
+from transformers import TrainerCallback
 
 from speculators_nb.train.checkpoint import last_checkpoint
 from speculators_nb.train.run_record import accumulation, run_changes
@@ -344,6 +345,56 @@ def test_a_run_that_was_killed_between_its_last_step_and_its_end_is_finished(tmp
     assert resumed.state.global_step == whole.state.global_step
     assert torch.equal(weights(resumed.model), weights(whole.model))
     assert load_file(tmp_path / "cut/model.safetensors").keys()
+
+
+EARLY = dict(learning_rate=0.3, num_train_epochs=30, early_stopping_patience=2, lr_scheduler_type="constant")
+
+
+class Ends(TrainerCallback):
+    "A kill behind the last step."
+
+    def on_train_end(self, args, state, control, **kwargs):
+        raise KeyboardInterrupt
+
+
+def test_a_run_that_was_killed_when_its_patience_had_ended_is_finished(tmp_path):
+    given = EARLY | dict(load_best_model_at_end=False, metric_for_best_model="loss")
+    whole = train(toy(), samples(), samples(5, 1), arguments(tmp_path / "whole", **given))
+    assert whole.state.global_step < whole.state.max_steps
+    with pytest.raises(KeyboardInterrupt):
+        train(toy(), samples(), samples(5, 1), arguments(tmp_path / "cut", **given), callbacks=[Ends()])
+    for _ in range(2):
+        args = arguments(tmp_path / "cut", **given, resume_from_checkpoint=True)
+        resumed = train(toy(), samples(), samples(5, 1), args)
+        assert resumed.state.global_step == whole.state.global_step
+        assert torch.equal(weights(resumed.model), weights(whole.model))
+
+
+def test_more_patience_after_a_resume_is_what_counts(tmp_path):
+    more = EARLY | dict(early_stopping_patience=4)
+    whole = train(toy(), samples(), samples(5, 1), arguments(tmp_path / "whole", **more))
+    with pytest.raises(KeyboardInterrupt):
+        train(toy(), samples(), samples(5, 1), arguments(tmp_path / "cut", **EARLY), callbacks=[Ends()])
+    resumed = train(toy(), samples(), samples(5, 1), arguments(tmp_path / "cut", **more, resume_from_checkpoint=True))
+    assert resumed.state.global_step == whole.state.global_step
+    assert torch.equal(weights(resumed.model), weights(whole.model))
+
+
+class Stops(TrainerCallback):
+    "A checkpoint, and the end of the run, as transformers' callback for SIGTERM asks for."
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 3:
+            control.should_save = control.should_training_stop = True
+
+
+def test_a_run_that_was_told_to_stop_is_not_finished(tmp_path, capsys):
+    whole = train(toy(), samples(), samples(5, 1), arguments(tmp_path / "whole"))
+    stopped = train(toy(), samples(), samples(5, 1), arguments(tmp_path / "cut"), callbacks=[Stops()])
+    assert f"Stopped at step {stopped.state.global_step}: " in capsys.readouterr().out
+    resumed = train(toy(), samples(), samples(5, 1), arguments(tmp_path / "cut", resume_from_checkpoint=True))
+    assert resumed.state.global_step == whole.state.global_step
+    assert torch.equal(weights(resumed.model), weights(whole.model))
 
 
 @pytest.mark.skipif(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from on_device import PretendCuda, marked, on_cuda
 from safetensors.torch import load_file
-from sharded import SAVE, STEPS, Job, distance, in_float32, launch, report_of, run
+from sharded import SAVE, STEPS, Job, distance, launch, report_of, run
 from torch import distributed as dist
 from torch.distributed import fsdp
 
@@ -75,7 +75,6 @@ def alone(tmp_path_factory):
 
     folder_of.root = root
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("speculators_nb.train.optimizers.product_dtype", in_float32)
         patch.setattr(DecoderLayer, "project_embeds", lambda layer, embeds: embeds)  # as where weights are split
         torch.set_num_threads(1)
         yield folder_of

@@ -226,6 +226,28 @@ def test_nothing_to_learn_is_said_before_training(tmp_path):
         SpeculatorTrainer(toy(), arguments(tmp_path), samples(), data).evaluate()
     with pytest.raises(ValueError, match="dataset is empty"):
         SpeculatorTrainer(toy(), arguments(tmp_path), [], data).train()
+    late = samples(1)[0]
+    late["loss_mask"] = torch.arange(len(late["loss_mask"])) >= 5
+    wrong = r"no position of the 3 evaluation( \(b\))? samples has loss_mask=True, so there is nothing to evaluate"
+    for held_out, given, words in (
+        (data, {}, wrong),
+        ({"a": samples(2), "b": data}, dict(metric_for_best_model="a_loss"), wrong),
+        ([late], dict(total_seq_len=3), "all trained tokens of the 1 evaluation samples are beyond it"),
+        ([], {}, "dataset is empty"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            train(toy(), samples(), held_out, arguments(tmp_path / "held out", **given))
+    assert not (tmp_path / "held out/run.json").exists()  # and not after an epoch
+
+
+def test_samples_that_are_cut_are_counted_in_every_set(tmp_path, caplog):
+    sets = {"a": samples(3, 1), "b": samples(4, 2)}
+    train(toy(), samples(), sets, arguments(tmp_path, total_seq_len=5, metric_for_best_model="a_loss"))
+    assert [message.split(" rows")[0] for message in caplog.messages if "are longer" in message] == [
+        "evaluation (a): 3 of 3",
+        "evaluation (b): 3 of 4",
+        "training: 12 of 12",
+    ]
 
 
 # --- precision, clipping, schedules -------------------------------------------------------------------------------
@@ -405,6 +427,9 @@ def test_a_best_that_no_evaluation_has_is_refused_before_the_first_step(tmp_path
     ):
         with pytest.raises(ValueError, match=f"metric_for_best_model='{best or 'loss'}': .*; choose from {names}$"):
             train(toy(), samples(), held_out, arguments(tmp_path, metric_for_best_model=best))
+    given = dict(load_best_model_at_end=False, early_stopping_patience=2)
+    with pytest.raises(ValueError, match="metric_for_best_model='loss': .*; choose from a_acc, a_loss$"):
+        train(toy(), samples(), {"a": samples(3, 1)}, arguments(tmp_path, **given))
     assert not (tmp_path / "run.json").exists()
 
 
@@ -415,6 +440,13 @@ def test_the_look_for_the_best_metric_leaves_training_alone(tmp_path):
     looked = arguments(tmp_path / "c", metric_for_best_model="acc", greater_is_better=True)
     other = train(toy(), samples(), samples(3, 1), looked, noise=0.5)
     assert log_table(other)["loss"].dropna().tolist() == log_table(plain)["loss"].dropna().tolist()
+
+
+def test_early_stopping_needs_no_best_checkpoint(tmp_path):
+    given = dict(learning_rate=0.3, num_train_epochs=30, early_stopping_patience=2, lr_scheduler_type="constant")
+    best = train(toy(), samples(), samples(5, 1), arguments(tmp_path / "best", **given))
+    last = train(toy(), samples(), samples(5, 1), arguments(tmp_path / "a", **given, load_best_model_at_end=False))
+    assert last.state.global_step == best.state.global_step < last.state.max_steps
 
 
 def test_early_stopping(tmp_path):

@@ -331,6 +331,7 @@ class FeatureRows(torch.utils.data.Dataset):
 
     def tokens(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
         "input_ids [n] and loss_mask [n] of row i, without its states."
+        i = range(len(self))[i]  # a number from 0, whatever counts rows: -1, NumPy's, a tensor. IndexError
         row = self.read(i)._asdict() if self.rows is None else self.rows[i]
         return row["input_ids"], row["loss_mask"]
 
@@ -339,6 +340,7 @@ class FeatureRows(torch.utils.data.Dataset):
         return f"row {i} of {self.where}"
 
     def __getitem__(self, i: int) -> dict:
+        i = range(len(self))[i]
         try:
             return self.sample(i, self.read(i))
         except FeatureError as e:

@@ -214,7 +214,7 @@ class LiveFeatures(FeatureRows):
         return self._read([i])[0]
 
     def __getitems__(self, indices: list[int]) -> list[dict]:
-        samples = {}
+        indices, samples = [range(len(self))[i] for i in indices], {}
         for batch in token_batches(self.lengths, set(indices), self.max_tokens):
             for i, row in zip(batch, self._read(batch)):
                 samples[i] = self.sample(i, row)

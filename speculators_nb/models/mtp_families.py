@@ -19,6 +19,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwe
 FOUR_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
 
 
+def first_layer(config: PretrainedConfig) -> int:
+    "The layer that most heads are like, as all layers are the same."
+    return 0
+
+
 class HeadFamily(NamedTuple):
     """How the checkpoints of a family store an MTP head, and what its layer is. Names and
     details are those of vLLM 0.32's loaders (`vllm/model_executor/models/*_mtp.py`)."""
@@ -28,7 +33,7 @@ class HeadFamily(NamedTuple):
     stem: str  # begins the names of the head's tensors; {n}: the verifier's layers
     names: dict[str, str]  # behind the stem -> behind "mtp_layers.0." in ours
     copies: tuple[str, ...] = ()  # behind the stem: copies of the verifier's embedding, head
-    index: Callable[[PretrainedConfig], int] = lambda config: 0  # the layer that it is like
+    index: Callable[[PretrainedConfig], int] = first_layer  # the layer that it is like
     changes: dict[str, Any] = {}  # fields of the config that are different for this layer
     norms: tuple[str | None, ...] = FOUR_NORMS  # before and after attention, before, after MLP
     hidden_first: bool = False  # the projection reads [state, embedding], not the reverse

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerState
+from transformers import EarlyStoppingCallback, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, sort_checkpoints
 
@@ -301,7 +301,9 @@ class WholeCheckpoints(Trainer):
             self.done = True
             message = f"{folder}: the run has finished at step {step}; nothing is left to do."
             return self._take(state, folder, message)
-        if checkpoint and step >= planned:
+        self.state = state
+        self._load_callback_state()
+        if checkpoint and (step >= planned or (not finished and self._patience_ended())):
             best = state.best_model_checkpoint if self.args.load_best_model_at_end else None
             source = best or checkpoint
             message = f"all {step} steps were taken before; the drafter is that of {source}."
@@ -317,6 +319,16 @@ class WholeCheckpoints(Trainer):
         self._load_from_checkpoint(source)
         log.warning(message)
         return TrainOutput(state.global_step, 0.0, {})
+
+    def _patience(self):
+        return [c for c in self.callback_handler.callbacks if isinstance(c, EarlyStoppingCallback)]
+
+    def _patience_ended(self):
+        return any(c.early_stopping_patience_counter >= c.early_stopping_patience for c in self._patience())
+
+    def has_ended(self) -> bool:
+        "Whether all steps were taken, or patience has ended; else a callback, or a user, has stopped the run before."
+        return self.state.global_step >= self.state.max_steps or self._patience_ended()
 
     def finish(self) -> None:
         "Record in the output folder that the run has ended, and at which step."
@@ -451,6 +463,14 @@ class WholeCheckpoints(Trainer):
                 f"cannot resume from {checkpoint}: optimizer.pt holds values that are not "
                 "finite; resume from an older checkpoint, by its folder"
             )
+
+    def _load_callback_state(self):
+        "Evaluations are counted on; how many to wait is what this call says."
+        given = self._patience()
+        super()._load_callback_state()
+        for callback, new in zip(self._patience(), given):
+            callback.early_stopping_patience = new.early_stopping_patience
+            callback.early_stopping_threshold = new.early_stopping_threshold
 
     def _load_rng_state(self, checkpoint):
         with _readable(checkpoint, "its random state (rng_state*.pth)"):

@@ -253,6 +253,15 @@ class Muon(torch.optim.Muon):
         p.add_(part_of(direction, p), alpha=-size)
 
 # %% ../../nbs/train/01_optimizers.ipynb #8ba105ae
+def _updaters(**given):
+    "An optimizer for each kind of group; what it updates is set at each step."
+    return {
+        "muon": Muon([torch.zeros(2, 2)], **given),
+        "adamw": torch.optim.AdamW([torch.zeros(2)], **given, fused=True),
+        "rows": RowAdamW([torch.zeros(2, 2)], **given),
+    }
+
+
 class MuonAdamW(torch.optim.Optimizer):
     """`Muon` on hidden matrices, AdamW on the rest and on tables by rows, behind the
     interface of one optimizer; a group's `kind` chooses."""
@@ -263,15 +272,13 @@ class MuonAdamW(torch.optim.Optimizer):
         lr: float = 1e-4,  # for groups that set none
         weight_decay: float = 0.01,  # decoupled; for groups that set none
     ):
-        self._inner = {
-            "muon": Muon([torch.zeros(2, 2)], lr, weight_decay),
-            "adamw": torch.optim.AdamW(
-                [torch.zeros(2)], lr, weight_decay=weight_decay, fused=True
-            ),
-            "rows": RowAdamW([torch.zeros(2, 2)], lr, weight_decay=weight_decay),
-        }
+        self._inner = _updaters(lr=lr, weight_decay=weight_decay)
         groups = [{**self._inner[g["kind"]].defaults, **g} for g in groups]
         super().__init__(groups, dict(lr=lr))  # some schedules ask for it
+
+    def __setstate__(self, state):
+        super().__setstate__(state)
+        self._inner = _updaters()  # torch copies and pickles groups and state alone
 
     @torch.no_grad()
     def step(self, closure=None):

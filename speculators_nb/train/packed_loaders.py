@@ -72,6 +72,7 @@ class PackedLoaders(Trainer):
 
     train_rows: PackedBatchSampler  # of the training, as its loader has them
     n_eval_rows = 0  # rows of the current evaluation set that count
+    looked_at: frozenset[int] = frozenset()  # ids of the evaluation sets so far
     shift: Any = None  # sample -> the sample as it is laid out in a row; None: as it is
     feature_dtype: torch.dtype | None = None  # of hidden states in a batch; None: as stored
     cut: Callable[[dict], dict] | None = None  # a row -> the part of this rank; None: all of it
@@ -122,10 +123,7 @@ class PackedLoaders(Trainer):
             raise ValueError("train_dataset=None: this trainer can only evaluate.")
         self.train_rows = self.rows(self.train_dataset)
         loader = self._loader(self.train_dataset, self.train_rows)
-        collate_rows: Any = loader.collate_fn
-        batches = (collate_rows([without_states(self.train_dataset, i) for i in row]) for row in self.train_rows)
-        if not any(batch["loss_mask"].any() for batch in batches):
-            raise ValueError(self._nothing_trained())
+        self._check_loss(self.train_dataset, self.train_rows, "training", "learn from")
         if self.args.should_log:
             self.warn_cut(self.train_dataset, self.train_rows, "training")
         # rows come on the host: the trainer copies them to the device without waiting for it
@@ -135,19 +133,22 @@ class PackedLoaders(Trainer):
         shared = prepare_data_loader(loader, args.device, args.data_ranks, args.data_rank, put_on_device=False)
         return follow_order(shared)
 
-    def _nothing_trained(self) -> str:
-        "Why no position of the packed rows carries loss: all of it is cut away, or none was."
-        n, samples = len(self.train_dataset), self.train_dataset
-        masks = (self._laid_out(tokens_of(samples, i))["loss_mask"] for i in range(n))
+    def _check_loss(self, dataset: Any, rows: PackedBatchSampler, name: str, use: str) -> None:
+        "ValueError where no position of the packed rows carries loss: all of it is cut away, or there was none."
+        lay_out: Any = self._loader(dataset, rows).collate_fn
+        batches = (lay_out([without_states(dataset, i) for i in row]) for row in rows)
+        if any(batch["loss_mask"].any() for batch in batches):
+            return
+        n, longest = len(dataset), max(rows.lengths)
+        masks = (self._laid_out(tokens_of(dataset, i))["loss_mask"] for i in range(n))
         if any(mask.any() for mask in masks):
-            longest = max(self.train_rows.lengths)
-            return (
+            raise ValueError(
                 f"total_seq_len={self.args.total_seq_len}: the rows have up to {longest} tokens, and all trained "
-                f"tokens of the {n} training samples are beyond it, so there is nothing to learn from. Pass "
+                f"tokens of the {n} {name} samples are beyond it, so there is nothing to {use}. Pass "
                 f"total_seq_len={longest} (--total-seq-len)"
             )
-        return (
-            f"no position of the {n} training samples has loss_mask=True, so there is nothing to learn from. Look at "
+        raise ValueError(
+            f"no position of the {n} {name} samples has loss_mask=True, so there is nothing to {use}. Look at "
             "the chat template and at which turns were marked as the assistant's."
         )
 
@@ -155,13 +156,17 @@ class PackedLoaders(Trainer):
         """The same packed rows at every evaluation; ranks take turns, and the last turn is
         filled up with rows that are not counted."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        name = "evaluation"
         if isinstance(dataset, str):
-            dataset = self.eval_dataset[dataset]
+            name, dataset = f"evaluation ({dataset})", self.eval_dataset[dataset]
         if dataset is None:
             raise ValueError("eval_dataset=None: there is nothing to evaluate on.")
         packed = self.rows(dataset)
-        if not self.n_eval_rows and self.args.should_log:  # once, and not at each evaluation
-            self.warn_cut(dataset, packed, "evaluation")
+        if id(dataset) not in self.looked_at:  # once, and not at each evaluation
+            self.looked_at |= {id(dataset)}
+            self._check_loss(dataset, packed, name, "evaluate")
+            if self.args.should_log:
+                self.warn_cut(dataset, packed, name)
         rows = list(packed)
         self.n_eval_rows = len(rows)
         ranks = self.args.data_ranks

@@ -31,7 +31,7 @@ from ..distributed.sharding import local, split_again
 from ..nn.compiled import to_device
 from .checkpoint import WholeCheckpoints, replaced_drafter
 from .fresh_answers import FreshAnswers
-from .live_view import LiveView, TableCallback, log_table, was_stopped
+from .live_view import LiveView, TableCallback, log_table
 from .optimizers import build_optimizer, clip_gradients
 from .packed_loaders import PackedLoaders, kept_rng, row_seed
 from speculators_nb.train.training_arguments import (
@@ -335,17 +335,18 @@ class SpeculatorTrainer(PackedLoaders, WholeCheckpoints):
             )
         return sums
 
-    def check_best(self):
-        """ValueError, before the first step, for a number to keep the best by that evaluations
-        lack. What `measure` gives is not known yet."""
-        best = (self.args.metric_for_best_model or "loss").removeprefix("eval_")
+    def check_evaluations(self):
+        """ValueError, before the first step, for evaluation samples without loss, and for a
+        number to keep the best by that evaluations lack; what `measure` gives is not known."""
         several = isinstance(self.eval_dataset, dict)
-        if self.eval_dataset is None or self.measure or (best == "loss" and not several):
+        sets = [*self.eval_dataset] if several else [None]
+        loaders = {name: self.get_eval_dataloader(name) for name in sets}
+        best = (self.args.metric_for_best_model or "").removeprefix("eval_")
+        if not best or self.measure or (best == "loss" and not several):
             return
-        sets = self.eval_dataset if several else {"": self.eval_dataset}
         names = set()
-        for name, dataset in sets.items():
-            inputs = self._prepare_inputs(next(iter(self.get_eval_dataloader(dataset))))
+        for name, loader in loaders.items():
+            inputs = self._prepare_inputs(next(iter(loader)))
             with kept_rng(self.args.device), torch.no_grad(), self.accelerator.autocast():
                 _, _, metrics = self.model.eval()(**inputs, **self.eval_kwargs)
             stems = {"loss", *(metric.rpartition("_")[0] for metric in metrics)}
@@ -450,15 +451,15 @@ def train(
     trainer = SpeculatorTrainer(
         model, args, train_dataset, eval_dataset, training_args, callbacks, measure
     )
-    if args.load_best_model_at_end:
-        trainer.check_best()
+    if args.eval_strategy != "no":
+        trainer.check_evaluations()
     trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
     if trainer.done:
         return trainer
     trainer.save_model()
     if args.should_save:
         write_text(Path(args.output_dir) / "training_log.csv", log_table(trainer).to_csv())
-    if not was_stopped(trainer):
+    if trainer.has_ended():
         trainer.finish()
     elif args.should_save:
         step, folder = trainer.state.global_step, args.output_dir

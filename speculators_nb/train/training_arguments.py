@@ -231,6 +231,8 @@ class SpeculatorTrainingArguments(TrainingArguments):
             self.learning_rate = LEARNING_RATES[self.optimizer]
         if self.early_stopping_patience is not None and self.eval_strategy in ("no", None):
             raise ValueError("early_stopping_patience needs evaluations: set eval_strategy to 'epoch' or 'steps'.")
+        if self.early_stopping_patience is not None:  # transformers sets it only to load the best at the end
+            self.metric_for_best_model = self.metric_for_best_model or "loss"
         if not torch.accelerator.is_available():
             refuse_compilation(values)
             self.use_cpu = True
