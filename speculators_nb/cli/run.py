@@ -359,17 +359,16 @@ def serve_line(stage: Stage, address: str) -> str:
     given = {"hidden_states": values.get("storage")}
     if stage.command == "evaluate":
         given["verifier"] = verifier if drafter else None
-        given |= {name: values.get(name) for name in ("dtype", "max_model_len")}
     if host not in ("127.0.0.1", "localhost", "::1"):
         given["host"] = host
     given["port"] = port
     for name, value in given.items():
-        if value not in (None, "auto"):
+        if value is not None:
             words += [f"--{name.replace('_', '-')}", value]
     for layer in (values.get("aux_layer_ids") if values.get("storage") else None) or ():
         words += ["--aux-layer-ids", layer]
-    extra = [*(values.get("extra") or ()), *(PER_REQUEST if drafter else ())]
-    words += [f"--extra={argument}" for argument in extra]
+    if drafter:
+        words += [f"--extra={argument}" for argument in PER_REQUEST]
     return "speculators-nb " + shlex.join(map(str, [*words, "--run"]))
 
 
