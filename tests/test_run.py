@@ -228,6 +228,33 @@ def test_stages_follow_a_verifier_that_another_makes(tmp_path, monkeypatch):
             assert name in NOT_A_STAGE or {cli.app.outputs[name]} == output, name
 
 
+def test_what_a_stage_read_is_recorded_as_it_was_when_it_began(tmp_path, monkeypatch):
+    "But for what it writes into itself; and a store through which features go is none of what decides them."
+    monkeypatch.chdir(tmp_path)
+    for folder in ("rows", "store"):
+        Path(folder).mkdir()
+        Path(folder, "a").write_text("1")
+    Path("out/features").mkdir(parents=True)
+    Path("out/features/a").write_text("1")
+    features = "features: {data: rows, verifier: v, output_dir: out/features, source: vllm, storage: store}\n"
+    recipe = f"{features}vocab: {{data_dir: rows, draft_vocab_size: 8}}\nrun: {{output_dir: out}}"
+    assert set(states(tmp_path, monkeypatch, recipe).values()) == {"will reuse"}
+    record, stages = RunRecord(Path("out")), stages_of("recipe.yaml")[0]
+    features, vocab = stages
+    record.begin(vocab, [])
+    Path("rows/vocabulary").write_text("3")
+    record.end(vocab, 1.0)
+    record.begin(features, [])
+    Path("store/a").write_text("2")
+    record.end(features, 1.0)
+    Path("store/a").write_text("3")
+    assert states(tmp_path, monkeypatch, recipe) == {"features": "done", "vocab": "done"}
+    record.begin(features, [])
+    Path("rows/a").write_text("2")
+    record.end(features, 1.0)
+    assert states(tmp_path, monkeypatch, recipe)["features"] == "will run again"
+
+
 def test_what_an_engine_measured_is_kept_on_a_machine_without_it(tmp_path, monkeypatch):
     Path(tmp_path / "out/engine").mkdir(parents=True)
     Path(tmp_path / "out/engine/summary.csv").write_text("drafter\n")

@@ -168,8 +168,9 @@ def is_there(output: Path) -> bool:
 
 
 def inputs_of(stage: Stage) -> dict[str, dict]:  # argument -> what `identify` says
-    "What a stage reads, as it is now."
-    return {name: identify(place) for name, place in paths_of(stage).items() if os.path.exists(place)}
+    "What a stage reads, and its result depends on, as it is now."
+    paths = {name: place for name, place in paths_of(stage).items() if name not in HOW.get(stage.command, ())}
+    return {name: identify(place) for name, place in paths.items() if os.path.exists(place)}
 
 
 class RunRecord:
@@ -223,8 +224,10 @@ class RunRecord:
         self.write()
 
     def end(self, stage: Stage, seconds: float, **found: Any):
-        "Note that a stage has ended."
-        self.stages[stage.name] |= {"done": True, "inputs": inputs_of(stage), "seconds": round(seconds, 1), **found}
+        "Note that a stage has ended. What it read is as it was at the beginning, but for what it has written into."
+        entry, now, written = self.stages[stage.name], inputs_of(stage), depends_on(stage, stage)
+        inputs = entry["inputs"] | {name: now[name] for name in written if name in now}
+        entry |= {"done": True, "inputs": inputs, "seconds": round(seconds, 1), **found}
         self.write()
 
 
