@@ -288,6 +288,17 @@ def test_filters_are_those_of_generate(verifier):
         assert [g.tokens for g in alone.generations["n-gram", 1.0]] == [g.tokens for g in greedy], name
 
 
+@pytest.mark.parametrize("measure", [evaluate, evaluate_as_engine])
+def test_a_domain_whose_answers_end_at_once_leaves_the_others(verifier, measure):
+    prompts = [[1, 2, 3, 1, 2], [4]]
+    first = [generate(verifier, NoDrafter(), prompt, k=0, max_new_tokens=8).tokens for prompt in prompts]
+    assert first[1][0] not in first[0][:4]
+    options = dict(k=2, max_new_tokens=8, eos_token_ids=first[1][:1], domains=["a", "b"])
+    found = measure(verifier, {"n-gram": NgramDrafter()}, prompts, **options)
+    assert found.summary.domain.tolist() == ["all", "a"] and found.summary.requests.tolist() == [2, 1]
+    assert found.requests.domain.tolist() == ["a", "b"] and found.requests.steps.tolist()[1] == 0
+
+
 def test_evaluate_refuses_domains_that_do_not_fit(verifier):
     with pytest.raises(ValueError, match="1 domains for 2 prompts"):
         evaluate(verifier, {"n-gram": NgramDrafter()}, [[1], [2]], domains=["a"])

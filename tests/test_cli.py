@@ -26,9 +26,9 @@ import speculators_nb
 from speculators_nb.cli import drafter_commands as drafter_steps
 from speculators_nb.cli import main as cli
 from speculators_nb.cli.command import command, drafter_options, further_options, library, new_app
-from speculators_nb.cli.recipe import read_sections
+from speculators_nb.cli.recipe import read_recipe, read_sections, resolve
 from speculators_nb.core import concurrency
-from speculators_nb.core.options import shipped_drafters
+from speculators_nb.core.options import check_options, shipped_drafters
 from speculators_nb.core.provenance import read_provenance
 from speculators_nb.data.sources import read_conversations
 from speculators_nb.serve.server import free_port
@@ -505,6 +505,40 @@ def test_shared_values_that_one_section_does_not_read_are_fine(tmp_path):
     read = read_sections(file, COMMANDS)
     assert read["regenerate"]["device"] == read["features"]["device"] == "cpu"
     assert read["features"]["source"] == "hf"
+
+
+def test_a_shared_value_without_effect_in_one_section_is_left_out_there_and_refused_where_it_stands_alone(tmp_path):
+    file = tmp_path / "recipe.yaml"
+    running = "drafter: d, data: shipped, engine: vllm, server: http://a:1"
+    file.write_text(
+        "device: cpu\ndtype: float32\nmax_model_len: 64\nfeatures: {data: a, output_dir: f, verifier: v}\n"
+        f"serve: {{checkpoint: d}}\nevaluate: {{drafter: d, data: shipped}}\nevaluate.vllm: {{{running}}}\n"
+        "evaluate.started: {data: shipped, drafter: d, engine: vllm}"
+    )
+    read = read_sections(file, COMMANDS)
+    names = ("device", "dtype", "max_model_len")
+    values = {section: [read[section][name] for name in names if name in read[section]] for section in read}
+    assert values == {
+        "serve": ["float32", 64],
+        "features": ["cpu", "float32"],
+        "evaluate": ["cpu", "auto", None],
+        "evaluate.vllm": [None, "auto", None],
+        "evaluate.started": [None, "float32", 64],
+    }
+    for recipe, flags in (
+        (f"evaluate: {{{running}, dtype: half}}\nserve: {{checkpoint: d}}", {}),
+        ("drafter: d\ndata: shipped\nengine: vllm\nserver: http://a:1\ndtype: half", {}),
+        (f"evaluate: {{{running}}}\nserve: {{checkpoint: d}}", {"dtype": "half"}),
+    ):
+        file.write_text(recipe)
+        with pytest.raises(ValueError, match="dtype='half': is decided when a server starts"):
+            check_options(
+                resolve(COMMANDS["evaluate"], flags, read_recipe(file, "evaluate", COMMANDS, flags)), "evaluate"
+            )
+    file.write_text("dtype: half\nserve: {checkpoint: d}\nevaluate: {drafter: d, data: shipped}")
+    for flags, dtype in (({}, "auto"), ({"engine": "vllm"}, "half")):
+        values = resolve(COMMANDS["evaluate"], flags, read_recipe(file, "evaluate", COMMANDS, flags))
+        assert values["dtype"] == dtype
 
 
 @pytest.mark.statement("release-37")

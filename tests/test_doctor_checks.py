@@ -16,10 +16,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from speculators_nb.data.prepare import prepare
 from speculators_nb.decode.generate import Generation
+from speculators_nb.decode.step import Step
 from speculators_nb.decode.tree import TokenTree
 from speculators_nb.doctor import data_checks as data
 from speculators_nb.doctor import drafter_checks as checks
 from speculators_nb.doctor.doctor import DECODED, Diagnosis, Examination, answered_rows, find_sources
+from speculators_nb.evaluate.acceptance import Evaluation, acceptance_summary, acceptance_table, request_table
 from speculators_nb.features.feature_folder import FeatureDataset
 from speculators_nb.features.feature_rows import feature_path, read_features, write_features
 from speculators_nb.features.in_process import extract_features
@@ -274,6 +276,28 @@ def test_acceptance_domains_and_engine(model, tokenizer, tmp_path):
     skipping = checks.decode(verifier, drafter, "eagle3", [[5] * 9999, *ids], 4, {2}, ["long", *domains])
     assert checks.seen_by_domain(skipping, without(None)).equals(table)
     assert answered_rows(skipping.answers)[0]["input_ids"] == ids[0] + decoded.answers[0].tokens
+
+
+def test_a_sound_drafter_has_no_cliff_and_no_lost_length():
+    "Neither where few drafts come as far as the position before, nor where fewer are drafted than trained."
+
+    def decoded(accepted):
+        answers = [
+            Generation([1], [1], [Step(3, [1] * 3, n, [1] * (n + 1)) for n in row], "length") for row in accepted
+        ]
+        summary = pd.DataFrame([acceptance_summary(answers, 3) | dict(domain="all")])
+        tables = dict(positions=acceptance_table(answers, 3), requests=request_table(answers, 3))
+        return checks.Decoded(Evaluation(summary, generations={}, **tables), 3, "eagle3")
+
+    few = decoded([[0, 0, 1, 0, 2, 0, 1, 1], [0, 1, 0, 0, 2, 1, 0, 0]])  # two of two end behind position 2
+    assert few.rates == [7 / 16, 2 / 7, 0] and checks.cliff(few) is None
+    assert checks.cliff(decoded([[0, 2] * 20] * 2)) == 3, "none of forty"
+    history = {f"eval_full_acc_{i}": 0.8**i for i in (1, 2, 3, 4, 5)}
+    assert checks.predicted_length(history, "eval_") == pytest.approx(1 + sum(history.values()))
+    assert checks.predicted_length(history, "eval_", 2) == pytest.approx(2.44)
+    block = dict(eval_eal=3.0, eval_position_1_acc=0.8, eval_position_2_acc=0.7, eval_position_3_acc=0.5)
+    assert checks.predicted_length(block, "eval_") == checks.predicted_length(block, "eval_", 3) == 3
+    assert math.isnan(checks.predicted_length(block, "eval_", 2)), "of a part of a block it is not known"
 
 
 def test_an_examination_with_features_and_without(stored):

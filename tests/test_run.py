@@ -2,6 +2,7 @@
 call does nothing; a changed value is made again with what follows it."""
 
 import html
+import inspect
 import json
 import os
 import random
@@ -19,7 +20,7 @@ import torch
 import typer
 
 from speculators_nb.cli import main as cli
-from speculators_nb.cli.run import RunRecord, StageFailed, depends_on, in_process, plan_of, stages_of
+from speculators_nb.cli.run import NOT_A_STAGE, RunRecord, StageFailed, depends_on, in_process, plan_of, stages_of
 from speculators_nb.lab.experiment import shipped_drafter
 from speculators_nb.serve.server import Server, free_port
 
@@ -212,6 +213,46 @@ def test_a_stage_follows_all_that_it_reads(tmp_path, monkeypatch):
     assert depends_on(stages["vocab"], stages["prepare"]) == ["data_dir"]
     assert depends_on(stages["features"], stages["vocab"]) == ["data"]
     assert depends_on(stages["doctor"], stages["evaluate"]) == ["evaluation 1"]
+
+
+def test_stages_follow_a_verifier_that_another_makes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    made = "from-gguf: {gguf: smollm2, output_dir: out/verifier}\n"
+    made += "stitch-mtp: {drafter: mtp, verifier: out/verifier, out: out/stitched}\n"
+    Path("recipe.yaml").write_text(f"{made}features: {{data: rows, verifier: out/stitched, output_dir: out/features}}")
+    *makers, reader = stages_of("recipe.yaml")[0]
+    assert [stage.output for stage in makers] == [Path("out/verifier"), Path("out/stitched")]
+    assert depends_on(makers[1], makers[0]) == depends_on(reader, makers[1]) == ["verifier"]
+    for name, function in cli.app.functions.items():
+        if output := {"output", "output_dir", "out"} & inspect.signature(function).parameters.keys():
+            assert name in NOT_A_STAGE or {cli.app.outputs[name]} == output, name
+
+
+def test_what_a_stage_read_is_recorded_as_it_was_when_it_began(tmp_path, monkeypatch):
+    "But for what it writes into itself; and a store through which features go is none of what decides them."
+    monkeypatch.chdir(tmp_path)
+    for folder in ("rows", "store"):
+        Path(folder).mkdir()
+        Path(folder, "a").write_text("1")
+    Path("out/features").mkdir(parents=True)
+    Path("out/features/a").write_text("1")
+    features = "features: {data: rows, verifier: v, output_dir: out/features, source: vllm, storage: store}\n"
+    recipe = f"{features}vocab: {{data_dir: rows, draft_vocab_size: 8}}\nrun: {{output_dir: out}}"
+    assert set(states(tmp_path, monkeypatch, recipe).values()) == {"will reuse"}
+    record, stages = RunRecord(Path("out")), stages_of("recipe.yaml")[0]
+    features, vocab = stages
+    record.begin(vocab, [])
+    Path("rows/vocabulary").write_text("3")
+    record.end(vocab, 1.0)
+    record.begin(features, [])
+    Path("store/a").write_text("2")
+    record.end(features, 1.0)
+    Path("store/a").write_text("3")
+    assert states(tmp_path, monkeypatch, recipe) == {"features": "done", "vocab": "done"}
+    record.begin(features, [])
+    Path("rows/a").write_text("2")
+    record.end(features, 1.0)
+    assert states(tmp_path, monkeypatch, recipe)["features"] == "will run again"
 
 
 def test_what_an_engine_measured_is_kept_on_a_machine_without_it(tmp_path, monkeypatch):

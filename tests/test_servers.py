@@ -17,7 +17,7 @@ from sharded import as_torchrun_says, free_port
 from test_features_from_server import LAYERS, TRAIN, Fake, check, make_rows, make_verifier, wait_for
 
 from speculators_nb.cli.recipe import read_recipe
-from speculators_nb.cli.run import Planned, Stage, server_problem, servers_text
+from speculators_nb.cli.run import Planned, Stage, serve_line, server_problem, servers_text
 from speculators_nb.core.options import check_options
 from speculators_nb.data.chat_encoding import save_prepared
 from speculators_nb.data.packing import PackedBatchSampler
@@ -197,7 +197,10 @@ def test_recipes_and_runs_take_several_servers(tmp_path, capsys):
     values = read_recipe(file, "features", cli.app.functions)
     assert values["server"] == two
     file.write_text("train: {data_dir: d, output_dir: o, storage: s, server: 'http://127.0.0.1:9'}\n")
-    assert read_recipe(file, "train", cli.app.functions)["server"] == two[:1]
+    training = read_recipe(file, "train", cli.app.functions) | {"extra": ["ttt_steps=4"]}
+    assert training["server"] == two[:1]
+    line = "serve VERIFIER --hidden-states s --port 9 --run"  # of the server: what is said of training is not
+    assert serve_line(Stage("train", "train", training, Path("o"), cli.app.functions["train"]), two[0]).endswith(line)
     file.write_text("evaluate: {drafter: d, data: shipped, engine: vllm, server: ['http://a:1', 'http://b:1']}\n")
     with pytest.raises(ValueError, match=r"evaluate.server=\['http://a:1', 'http://b:1'\]"):
         read_recipe(file, "evaluate", cli.app.functions)

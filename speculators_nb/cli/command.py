@@ -565,7 +565,7 @@ def command(
             flags = {n.removesuffix("_"): line[n] for n in sorted(given)}
             import_drafters(flags.get("import", ()))
             # every argument, from the command line, the recipe, or its default
-            values = resolve(function, flags, read_recipe(recipe, name, app.functions) if recipe else None)
+            values = resolve(function, flags, read_recipe(recipe, name, app.functions, flags) if recipe else None)
             check_options(values, name)
             check_inputs(values, name)
             result = perform(values)

@@ -184,7 +184,6 @@ from_gguf = enter(
     str,
     "Data",
     name="from-gguf",
-    output=None,
     then=lambda folder, given: [("regenerate", "PROMPTS.jsonl", "ANSWERS.jsonl", "--verifier", str(folder))],
 )
 convert = enter(
@@ -194,7 +193,7 @@ convert = enter(
     then=lambda folder, given: [("evaluate", folder, "PROMPTS.jsonl")],
 )
 export = enter("cli.serving.export", str, "Checkpoints")
-stitch_mtp = enter("models.mtp_native.stitch_mtp", str, "Checkpoints", name="stitch-mtp", output=None)
+stitch_mtp = enter("models.mtp_native.stitch_mtp", str, "Checkpoints", name="stitch-mtp", output="out")
 demo = enter("cli.demo.demo", _nothing, "All of it", output=None)
 real = enter("cli.demo.real", _nothing, "All of it", output=None)
 run = enter("cli.run.run", _nothing, "All of it", output=None)

@@ -18,7 +18,7 @@ from typing import Any, get_args
 import yaml
 
 from ..core.files import write_text
-from ..core.options import check_options, near, rule_of, shown
+from ..core.options import NoEffect, check_options, near, rule_of, shown
 from ..core.provenance import NOT_SECRET, SECRET_NAME, without_secrets
 
 
@@ -258,7 +258,6 @@ def _section(values: dict, kinds: Mapping, command: str, where: str) -> dict:
         if rule and (problem := replace(rule, objects=False).problem(value)):
             raise ValueError(f"{where}{field}={shown(given)}: {problem}")
         fitted[field] = value
-    check_options(fitted, command, before=where)
     return fitted
 
 
@@ -304,7 +303,9 @@ def _parts(path: Path, known: Mapping) -> tuple[dict, dict]:
                         f"{path}: {section}.{field}={shown(given)}: the command {command} has no such "
                         f"field. {near(field, known[command])}"
                     )
-            sections[section] = _section(value or {}, known[command], command, f"{path}: {section}.")
+            where = f"{path}: {section}."
+            sections[section] = _section(value or {}, known[command], command, where)
+            check_options(sections[section], command, before=where)
         elif name in every:
             shared[name] = value
         else:
@@ -312,18 +313,33 @@ def _parts(path: Path, known: Mapping) -> tuple[dict, dict]:
     return shared, sections
 
 
-def _with_shared(path, command, known, shared, section) -> dict:
-    "A section's values over those shared values that its command takes."
+def _with_shared(path, name, commands, known, shared, sections, flags) -> dict:
+    """A section's values over those shared values that its command takes; one that another section takes, too, and that
+    has no effect beside the values of this one and the flags, is left out."""
+    command, section = command_of(name), sections.get(name, {})
     mine = {field: value for field, value in shared.items() if field in known[command]}
-    return _section(mine, known[command], command, f"{path}: ") | section
+    mine = _section(mine, known[command], command, f"{path}: ")
+    others = {field for other in sections if other != name for field in known[command_of(other)]}
+    while True:
+        try:
+            check_options(resolve(commands[command], flags, mine | section), command)
+        except NoEffect as e:
+            if e.name in mine.keys() & others - section.keys() - flags.keys():
+                del mine[e.name]
+                continue
+        except ValueError:
+            pass  # is refused where the rest is known
+        return mine | section
 
 
-def read_recipe(path: str | os.PathLike, command: str, commands: Mapping[str, Callable]) -> dict:
-    """The values that a recipe has for a command: its section over the shared values. ValueError: a section, a field, a
-    type or a value that no command takes, with the nearest one that exists."""
+def read_recipe(
+    path: str | os.PathLike, command: str, commands: Mapping[str, Callable], flags: Mapping | None = None
+) -> dict:
+    """The values that a recipe has for a command beside its flags: its section over the shared values. ValueError: a
+    section, a field, a type or a value that no command takes, with the nearest one that exists."""
     known = {name: fields_of(function) for name, function in commands.items()}
     shared, sections = _parts(Path(path), known)
-    return _with_shared(path, command, known, shared, sections.get(command, {}))
+    return _with_shared(path, command, commands, known, shared, sections, flags or {})
 
 
 def without_default(function) -> tuple[list[str], list[str]]:  # all; those that may be left out
@@ -361,9 +377,9 @@ def read_sections(path: str | os.PathLike, commands: Mapping[str, Callable]) -> 
     path = Path(path)
     known = {name: fields_of(f) for name, f in commands.items()}
     shared, sections = _parts(path, known)
-    for name, section in sections.items():
+    for name in sections:
         command = command_of(name)
-        mine = _with_shared(path, command, known, shared, section)
+        mine = _with_shared(path, name, commands, known, shared, sections, {})
         needed, optional = without_default(commands[command])
         for field in needed:
             if field not in mine and field not in optional:

@@ -168,8 +168,9 @@ def is_there(output: Path) -> bool:
 
 
 def inputs_of(stage: Stage) -> dict[str, dict]:  # argument -> what `identify` says
-    "What a stage reads, as it is now."
-    return {name: identify(place) for name, place in paths_of(stage).items() if os.path.exists(place)}
+    "What a stage reads, and its result depends on, as it is now."
+    paths = {name: place for name, place in paths_of(stage).items() if name not in HOW.get(stage.command, ())}
+    return {name: identify(place) for name, place in paths.items() if os.path.exists(place)}
 
 
 class RunRecord:
@@ -223,8 +224,10 @@ class RunRecord:
         self.write()
 
     def end(self, stage: Stage, seconds: float, **found: Any):
-        "Note that a stage has ended."
-        self.stages[stage.name] |= {"done": True, "inputs": inputs_of(stage), "seconds": round(seconds, 1), **found}
+        "Note that a stage has ended. What it read is as it was at the beginning, but for what it has written into."
+        entry, now, written = self.stages[stage.name], inputs_of(stage), depends_on(stage, stage)
+        inputs = entry["inputs"] | {name: now[name] for name in written if name in now}
+        entry |= {"done": True, "inputs": inputs, "seconds": round(seconds, 1), **found}
         self.write()
 
 
@@ -359,17 +362,16 @@ def serve_line(stage: Stage, address: str) -> str:
     given = {"hidden_states": values.get("storage")}
     if stage.command == "evaluate":
         given["verifier"] = verifier if drafter else None
-        given |= {name: values.get(name) for name in ("dtype", "max_model_len")}
     if host not in ("127.0.0.1", "localhost", "::1"):
         given["host"] = host
     given["port"] = port
     for name, value in given.items():
-        if value not in (None, "auto"):
+        if value is not None:
             words += [f"--{name.replace('_', '-')}", value]
     for layer in (values.get("aux_layer_ids") if values.get("storage") else None) or ():
         words += ["--aux-layer-ids", layer]
-    extra = [*(values.get("extra") or ()), *(PER_REQUEST if drafter else ())]
-    words += [f"--extra={argument}" for argument in extra]
+    if drafter:
+        words += [f"--extra={argument}" for argument in PER_REQUEST]
     return "speculators-nb " + shlex.join(map(str, [*words, "--run"]))
 
 

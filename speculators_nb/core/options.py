@@ -396,13 +396,21 @@ ONLY_VLLM = dict(
 ONLY_HERE = dict(rule="standard", as_engine=False, device=None, attn_implementation=None, kv_cache="dynamic")
 
 
+class NoEffect(ValueError):
+    "An option that is given, and that another one makes useless."
+
+    def __init__(self, name: str, value: Any, why: str):
+        super().__init__(f"{name}={shown(value)}: {why}")
+        self.name = name
+
+
 def _leave_out(values: Mapping, names: Mapping | Sequence[str], why: str) -> None:
-    "Errors: ValueError where an option is given, and is not its default (name -> default), that would have no effect."
+    "Errors: NoEffect where an option is given, and is not its default (name -> default), that would have no effect."
     defaults = names if isinstance(names, Mapping) else dict.fromkeys(names, 0)
     for name, default in defaults.items():
         value = values.get(name)
         if value is not None and value != [] and value != default:
-            raise ValueError(f"{name}={shown(value)}: {why}")
+            raise NoEffect(name, value, why)
 
 
 def _check_together(values: Mapping, command: str) -> None:
@@ -551,7 +559,7 @@ def _check_evaluate(values: Mapping) -> None:
         _leave_out(values, unread, f"has no effect with engine={engine}; leave it out, or set engine={other}")
     if server is not None:
         why = "is decided when a server starts, and this one runs already; leave it out"
-        _leave_out(values, ("k", "method"), why)
+        _leave_out(values, dict(k=None, method=None, dtype="auto", max_model_len=None, vllm=None, extra=None), why)
 
 
 MOST_DRAFTED = 4096  # tokens in a step

@@ -300,7 +300,7 @@ def look_at_decoding(e: Examination) -> Iterator[Finding]:
         yield unchecked("domains", "needs --data with domains, and features")
     else:
         yield domains_check(seen_by_domain(e.decoded, e.rows))
-    predicted = predicted_length(last_evaluation(e.sources.history), "eval_")
+    predicted = predicted_length(last_evaluation(e.sources.history), "eval_", e.decoded.k)
     yield acceptance_check(e.decoded, predicted, e.trained_length)
     yield tree_note(e.verifier, e.drafter, e.decoded, e.to_decode, e.stop)
 

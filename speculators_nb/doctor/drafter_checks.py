@@ -22,7 +22,7 @@ from ..core.registry import DynamicTreeTokenProposalConfig
 from ..data.packing import collate
 from ..decode.generate import Generation
 from ..decode.proposal_setup import TreeDrafter
-from ..evaluate.acceptance import Evaluation, acceptance_summary, evaluate
+from ..evaluate.acceptance import Evaluation, evaluate
 from ..evaluate.engine import read_table
 from ..features.feature_rows import FeatureRows
 from ..models.base import SpeculatorModel
@@ -115,13 +115,14 @@ def first_accuracy(metrics: Mapping[Any, float], prefix: str = "") -> float:
     return float(metrics[names[0]]) if names else math.nan
 
 
-def predicted_length(metrics: Mapping[Any, float], prefix: str = "") -> float:
-    """Mean acceptance length (tokens a step, the bonus token counted) if drafts were accepted as often as they are
-    right on the rows; NaN: not known."""
-    if f"{prefix}eal" in metrics:
-        return float(metrics[f"{prefix}eal"])
-    chain = [v for n, v in metrics.items() if re.fullmatch(rf"{prefix}full_acc_\d+", n)]
-    return 1 + float(sum(chain)) if chain else math.nan
+def predicted_length(metrics: Mapping[Any, float], prefix: str = "", k: int | None = None) -> float:
+    """Mean acceptance length (tokens a step, the bonus token counted) of k draft tokens (None: of all that were
+    trained) if they were accepted as often as they are right on the rows; NaN: not known."""
+    if f"{prefix}eal" in metrics:  # of whole blocks
+        block = sum(bool(re.fullmatch(rf"{prefix}position_\d+_acc", n)) for n in metrics)
+        return float(metrics[f"{prefix}eal"]) if k is None or k >= block else math.nan
+    chain = {int(m[1]): metrics[m[0]] for n in metrics if (m := re.fullmatch(rf"{prefix}full_acc_(\d+)", n))}
+    return 1 + float(sum(chain[t] for t in sorted(chain)[:k])) if chain else math.nan
 
 
 @torch.no_grad()
@@ -435,11 +436,13 @@ LEAST_HELD = 0.25  # acceptance at a position, over that at the one before
 
 def cliff(decoded: Decoded) -> int | None:
     """The first position (from 1) that is accepted much less often than the one before: the upper end of its 95 %
-    interval counts, of drafts that were right up to there. None: there is none."""
-    table = decoded.evaluation.positions
+    interval counts, of drafts that were right up to there, and no less than 3 / n, which is that of none of n. None:
+    there is none."""
+    table, steps = decoded.evaluation.positions, decoded.evaluation.requests.steps.sum()
     rates, high = table.conditional.tolist(), table.conditional_high.tolist()
     for i in range(1, len(rates)):
-        if high[i] < LEAST_HELD * rates[i - 1]:
+        reached = table.unconditional[i - 1] * steps
+        if reached and max(high[i], 3 / reached) < LEAST_HELD * rates[i - 1]:
             return i + 1
     return None
 
@@ -482,12 +485,13 @@ def seen_by_domain(decoded: Decoded, rows: Rows) -> pd.DataFrame:
     mean_length, prompts. `rows`: all training rows."""
     known = {triple for ids, mask in rows for triple in triples(ids[mask].tolist())}
     domains = decoded.evaluation.requests.domain  # of each answer
+    lengths = decoded.evaluation.summary.set_index("domain").mean_length  # one without a step has none
     lines = {}
-    for domain in sorted(set(domains)):
+    for domain in sorted({*domains} & {*lengths.index}):
         own = [g for g, d in zip(decoded.answers, domains, strict=True) if d == domain]
         written = [t for g in own for t in triples(g.tokens)]
         seen = sum(t in known for t in written) / max(len(written), 1)
-        lines[domain] = dict(seen=seen, mean_length=acceptance_summary(own, decoded.k)["mean_length"], prompts=len(own))
+        lines[domain] = dict(seen=seen, mean_length=lengths[domain], prompts=len(own))
     return pd.DataFrame.from_dict(lines, orient="index").rename_axis("domain")
 
 

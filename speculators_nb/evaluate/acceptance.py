@@ -467,7 +467,8 @@ def _tables(generations, k, domains, seed):
     summary, domain_of = [], domains or ["all"] * len(generations)
     for domain in ["all", *sorted(set(domains or ()))]:
         own = [g for g, d in zip(generations, domain_of) if domain in ("all", d)]
-        summary.append({"domain": domain, **acceptance_summary(own, k, seed=seed)})
+        if domain == "all" or any(count(g, k)[0] for g in own):  # else it has no step to count
+            summary.append({"domain": domain, **acceptance_summary(own, k, seed=seed)})
     return (
         pd.DataFrame(summary),
         acceptance_table(generations, k, seed=seed),

@@ -90,6 +90,8 @@ def _engine_tables(generations, k, limit, domains, seed, key):
     summary = []
     for domain in ["all", *dict.fromkeys(domains or ())]:
         own = np.flatnonzero((domain_of == domain) | (domain == "all"))
+        if domain != "all" and not counts[own, 0].any():  # it has no step to count
+            continue
         written = sum(len(texts[i]) for i in own)
         sizes = [len(own), written, written - len(own), max(counts[own, 0].sum(), 1)]
         found = acceptance_summary(counts[own], k, seed=seed, sizes=sizes)

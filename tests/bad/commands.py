@@ -360,6 +360,15 @@ TOGETHER = [  # (name, line after the command's own, what must be answered)
         "--engine vllm --server http://127.0.0.1:1 --method eagle3",
         "method='eagle3': is decided when a server starts",
     ),
+    *(
+        ("evaluate", f"{line} for a server that runs", f"--engine vllm --server http://127.0.0.1:1 {line}", answer)
+        for line, answer in {
+            "--dtype half": "dtype='half': is decided when a server starts",
+            "--max-model-len 64": "max_model_len=64: is decided when a server starts",
+            "--extra=--max-num-seqs=8": "extra=.*: is decided when a server starts",
+            "--vllm vllm": "vllm='vllm': is decided when a server starts",
+        }.items()
+    ),
     (
         "evaluate",
         "a drafter for a method without one",
