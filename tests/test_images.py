@@ -418,6 +418,41 @@ def test_a_mask_is_carried_or_refused():
         carry_mask(mask, [1, 9, 2, 9, 2], [1, 9, 9, 2])
 
 
+def test_a_mask_is_carried_over_turns_that_are_alike():
+    "Also where borders of a picture change the tokens beside it (8), and a picture in an answer (4, 9, 5) is no text."
+    turn, expanded = [1, 9, 6, 2, 3], [1, 9, 9, 9, 6, 2, 3]
+    trained = np.array([0, 0, 0, 1, 1], bool)
+    mask = carry_mask(np.tile(trained, 4), turn * 4, expanded * 4)
+    assert mask.tolist() == ([False] * 5 + [True] * 2) * 4
+    mask = carry_mask(np.array([0, 0, 0, 1, 1], bool), [7, 9, 1, 7, 2], [8, 9, 9, 9, 1, 7, 2])
+    assert mask.tolist() == [False] * 5 + [True] * 2
+    mask = carry_mask(np.array([0, 1, 1, 1, 1, 1], bool), [1, 2, 4, 9, 5, 3], [1, 2, 4, 9, 9, 5, 3])
+    assert mask.tolist() == [False, True, True, False, False, True, True]
+
+
+def asked(*pictures, answer="Cat."):
+    parts = [{"type": "image", "path": f"pictures/{name}"} for name in pictures]
+    return [
+        {"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]},
+        {"role": "assistant", "content": answer},
+    ]
+
+
+def test_the_same_question_of_several_pictures(folder, tmp_path):
+    chat = {"messages": [message for name in "abab" for message in asked(f"{name}.png")]}
+    out = prepare_data(
+        [chat], folder / "qwen2_vl", tmp_path / "p", val_fraction=0, image_folder=folder, max_length=1000
+    )
+    tokenizer, (row,) = load_processor(folder / "qwen2_vl").tokenizer, out.rows
+    assert tokenizer.decode(row["input_ids"][row["loss_mask"].bool()]) == "Cat.<|im_end|>\n" * 4
+
+
+def test_pictures_without_an_answer_are_counted(folder, tmp_path):
+    chats = [asked("a.png"), asked("b.png")[:1], [{"role": "assistant", "content": asked("a.png")[0]["content"]}]]
+    out = prepare_data(chats, folder / "qwen2_vl", tmp_path / "p", val_fraction=0, image_folder=folder)
+    assert out.dropped["count"].to_dict() == {"no assistant message that answers another": 2}
+
+
 PUBLIC = ["8.8.8.8", "2001:4860:4860::8888", "::ffff:8.8.8.8", "64:ff9b::808:808"]
 V4 = "127.0.0.1 10.1.2.3 172.16.0.1 192.168.1.1 169.254.169.254 100.64.0.1 0.0.0.0 224.0.0.1 255.255.255.255"
 V6 = "::1 :: fe80::1 fc00::1 ff02::1 ::ffff:127.0.0.1 ::127.0.0.1 64:ff9b::a00:1 2002:7f00:1:: 2001:0:53aa:64c::1"

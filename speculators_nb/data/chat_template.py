@@ -625,9 +625,11 @@ ROWS = ("conversation", "turn")
 def merge_turns(turns: Turns, rows: str = "conversation") -> Turns:
     """(text, trained characters) of rows, one for as many turns of `turns_of` as continue each other: every token is
     computed once, and every answer follows the context that the verifier had. rows="turn": a row per assistant turn,
-    only that turn trained."""
+    only that turn trained. BadRow: there is no turn."""
     if rows not in ROWS:
         raise ValueError(f"rows={rows!r}: choose 'conversation' or 'turn'")
+    if not turns:
+        raise BadRow("no assistant message that answers another")
     if rows == "turn":
         return turns
     out = Turns()

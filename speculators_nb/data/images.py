@@ -11,8 +11,8 @@ import io
 import ipaddress
 import re
 import socket
+from collections import Counter
 from collections.abc import Callable
-from difflib import SequenceMatcher
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -335,13 +335,27 @@ def process(text: str, messages: list[dict], processor) -> dict[str, torch.Tenso
 
 def carry_mask(mask: np.ndarray, short: list[int], full: list[int]) -> np.ndarray:
     """The mask [m] bool of a row as the processor expands it, `full` [m], by that of the row with one placeholder a
-    picture, `mask` [n] bool of the ids `short` [n]. ValueError if a trained token has no partner."""
-    out = np.zeros(len(full), bool)
-    for a, b, n in SequenceMatcher(None, short, full, autojunk=False).get_matching_blocks():
-        out[b : b + n] = mask[a : a + n]
-    if out.sum() != mask.sum():
+    picture, `mask` [n] bool of the ids `short` [n]; the tokens of a picture are not trained. ValueError if a trained
+    token has no partner."""
+    counts = Counter(full)
+    counts.subtract(short)
+    # ids that the processor adds or takes away; all others are in both, in the same order, and so are what is between
+    # two of them, where there is no picture
+    ours, theirs = ([i for i, token in enumerate(ids) if not counts[token]] for ids in (short, full))
+    out, lost, begin, start = np.zeros(len(full), bool), 0, 0, 0
+    if [short[i] for i in ours] != [full[j] for j in theirs]:
+        ours, theirs, lost = [], [], int(mask.sum())
+    for end, stop in zip([*ours, len(short)], [*theirs, len(full)]):
+        between = short[begin:end]
+        if between == full[start:stop]:
+            out[start:stop] = mask[begin:end]
+        elif Counter(between) - Counter(full[start:stop]):
+            lost += int(mask[begin:end].sum())
+        out[stop : stop + 1] = mask[end : end + 1]
+        begin, start = end + 1, stop + 1
+    if lost:
         raise ValueError(
-            f"{int(mask.sum() - out.sum())} of {int(mask.sum())} trained tokens are not in "
+            f"{lost} of {int(mask.sum())} trained tokens are not in "
             "what the processor made of the text, so the mask cannot be carried over"
         )
     return out
