@@ -4,7 +4,6 @@
 import json
 import os
 import shutil
-import socket
 import time
 import traceback
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ import torch
 from accelerate.state import AcceleratorState
 from matrix import DRAFTERS, H, V, drafter, family_of, verifier
 
+from speculators_nb.serve.server import free_port
 from speculators_nb.train import optimizers
 from speculators_nb.train.trainer import SpeculatorTrainingArguments, train
 
@@ -121,12 +121,6 @@ def one_rank(rank, ranks, port, root, jobs, fsdp):
             torch.save(report, root / f"rank{rank}.pt")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def launch(root, jobs, ranks=2, fsdp=True):

@@ -229,45 +229,6 @@ def test_failures_of_the_machine_have_a_remedy(error, words):
     one_line(CliRunner().invoke(app, ["fail"]), *words)
 
 
-@pytest.mark.parametrize(
-    "line,words",
-    [
-        ("train --lerning-rate 1", ("--lerning-rate: train has no such option", "Did you mean --learning-rate?")),
-        ("serve x --max-num-seqs 4", ("--max-num-seqs", "--extra=--max-num-seqs=8")),
-        ("check a --xyzzy", ("--xyzzy: check has no such option; `check --help`",)),
-        ("train d o --seed", ("'--seed' requires an argument", "--seed 0")),
-        ("train d o --learning-rate 1e-4x", ("learning_rate='1e-4x': is text",)),
-        ("features d o --verifier v --aux-layer-ids 1 --aux-layer-ids a", ("aux_layer_ids='a'",)),
-        ("regenerate d o --sampling " + "[" * 5000, ("sampling=",)),
-        ("check a b", ("Got unexpected extra argument", "check takes FOLDER")),
-        ("check a --folder b", ("folder='a': given as an argument and as an option; leave one out",)),
-        ("train d o --bf16=1", ("'--bf16' does not take a value",)),
-        ("--tracebak check a", ("--tracebak",)),
-    ],
-)
-def test_a_line_that_cannot_be_read(line, words):
-    one_line(run(*line.split()), *words)
-
-
-def test_options_and_folders_are_checked_before_anything_heavy(tmp_path):
-    "Neither torch nor a model is needed to say that a number makes no sense or a folder is missing; nor for a recipe."
-    (tmp_path / "r.yaml").write_text("train: {data_dir: d, output_dir: o, seed: -1}")
-    lines = [
-        ["train", "d", "o", "--num-train-epochs", "-1"],
-        ["train", "--recipe", str(tmp_path / "r.yaml")],
-        ["serve", "nope", "--port", "0"],
-        ["serve", f"{tmp_path}/nope"],
-        ["train", f"{tmp_path}/nope", f"{tmp_path}/o"],
-    ]
-    got = python(f"""import sys
-from speculators_nb.cli.main import app
-for line in {lines!r}:
-    try: app(line)
-    except SystemExit as e: print(e.code, {{'torch', 'transformers', 'datasets', 'numpy'}} & set(sys.modules))""")
-    assert got.stdout.splitlines() == ["2 set()"] * len(lines)
-    assert [line[:7] for line in got.stderr.splitlines()] == ["Error: "] * len(lines)
-
-
 def test_nobody_looks_for_garbage_while_a_command_is_imported(monkeypatch):
     looks = []
 
@@ -467,23 +428,6 @@ def test_flag_before_file_before_default(recipe, name):
         == json.loads(show("--data", "e", "--recipe", file).stdout)
         == default | dict(data="e")
     )
-
-
-@pytest.mark.parametrize(
-    "content,words",
-    [
-        ({"show": {"dta": 1}}, ("show.dta=1", "Did you mean data?")),
-        ({"shw": {"data": 1}}, ("section 'shw'", "Did you mean show?")),
-        ({"top-q": 1}, ("top_q=1", "Did you mean top_p?")),
-        ({"show": {"data": "d", "top_p": "two"}}, ("show.top_p='two': is text, and must be a number",)),
-        ({"other": {"folder": [1]}, "show": {"data": "d"}}, ("other.folder=[1]: must name a file or a folder",)),
-        ({"show": {"n": 3}}, ("data is missing", "data:")),
-        (["show"], ("holds a list",)),
-    ],
-)
-def test_mistakes_in_a_recipe(recipe, content, words):
-    file = recipe(content)
-    one_line(echo()("--recipe", file), *words, *([] if "missing" in words[0] else [str(file)]))
 
 
 def test_a_recipe_names_no_secret(tmp_path):

@@ -4,7 +4,6 @@ they are on the page, with folders, numbers of processes and the address of this
 import os
 import re
 import shlex
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch.distributed.run import get_args_parser
 from typer.main import get_command
 
 from speculators_nb.cli.main import app
+from speculators_nb.serve.server import free_port
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/on_a_cluster.md").read_text().replace(" \\\n    ", " ")  # one line for each command
@@ -72,12 +72,6 @@ def test_the_page_is_in_the_site_and_in_the_readme():
     assert "docs/on_a_cluster.md" in PAGES
     for file in ("README.md", "docs/first_run.md"):
         assert "on_a_cluster.md" in (ROOT / file).read_text(), file
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def started(line, processes, **instead):

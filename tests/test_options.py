@@ -17,7 +17,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, Scheduler
 
 from speculators_nb.cli import main as cli
 from speculators_nb.core import options
-from speculators_nb.core.config import import_models
+from speculators_nb.core.config import FIELD_RULES, LAYER_RULES, import_models
 from speculators_nb.core.options import IN, RULES, algorithms, check_options, pairs, rule_of
 from speculators_nb.decode.acceptance_rules import RULES as ACCEPTANCE
 from speculators_nb.evaluate.engine import GENERATORS
@@ -37,7 +37,7 @@ COMMANDS = cli.app.functions
 OPTIONS = [
     (command, p) for command, function in COMMANDS.items() for p in inspect.signature(function).parameters.values()
 ]
-EVERY = [(where, rule) for where, rule in [*RULES.items(), *IN.items()]]
+EVERY = [(where, rule) for rules in (RULES, IN, LAYER_RULES, FIELD_RULES) for where, rule in rules.items()]
 import_models()
 
 
@@ -78,22 +78,26 @@ def test_an_example_is_right(where, rule):
     assert rule.problem(example) is None
 
 
+# what is wrong whatever the range of a rule is
+WRONG = {
+    "number": (math.nan, math.inf, 10**400, "1", True),
+    "whole": (1.5, 2.0, np.float64(2), math.nan, "1", True),
+    "switch": (1, "yes"),
+    "word": ("xyzzy", 3, True),
+    "text": ("", " ", "a\0b", 3),
+    "path": ("", "a\0b", 3),
+    "resume": ("", 3),
+    "list": ([[]],),
+    "mapping": (3, [1], "a"),
+    "loss": ("xyzzy", {"ce": math.nan}, 3),
+}
+
+
 @pytest.mark.parametrize("where,rule", EVERY, ids=[w for w, _ in EVERY])
 def test_a_rule_refuses(where, rule):
-    "A rule that lets everything pass is none."
-    wrong = {
-        "number": math.nan,
-        "whole": 1.5,
-        "switch": 1,
-        "word": "xyzzy",
-        "text": "",
-        "path": "",
-        "resume": "",
-        "list": [[]],
-        "mapping": 3,
-        "loss": "xyzzy",
-    }[rule.kind]
-    assert rule.problem(wrong) and rule.problem(object() if not rule.objects else b"x")
+    "A rule that lets everything pass is none; what no rule of its kind may let pass."
+    assert all(map(rule.problem, WRONG[rule.kind]))
+    assert rule.problem(object() if not rule.objects else b"x")
 
 
 # fields of TrainingArguments whose values transformers itself checks well, or that need another machine than one with
@@ -227,37 +231,14 @@ def test_right_values_of_python(values):
     check_options(values)
 
 
-@pytest.mark.parametrize(
-    "values,words",
-    [
-        ({"seed": 10**400}, ("seed=1000", "at most 4294967295")),
-        ({"seed": True}, ("seed=True: must be a whole number",)),
-        ({"learning_rate": "1e-4"}, ("learning_rate='1e-4': is text, and must be a number",)),
-        ({"num_layers": 2.0}, ("num_layers=2.0: must be a whole number",)),
-        ({"num_layers": np.float64(2)}, ("must be a whole number",)),
-        ({"k": [1, -2]}, ("k=[1, -2]: must be at least 0",)),
-        ({"server": "http://u:hidden-word@h:1"}, ("holds a password",)),
-        ({"output_dir": "a\0b"}, ("output_dir='a\\x00b'", "leave it out")),
-        ({"logging_steps": 2.5}, ("logging_steps=2.5: must be a whole number",)),
-        ({"max_steps": 0}, ("max_steps=0: trains nothing",)),
-        ({"loss_fn": "kl"}, ("loss_fn='kl': 'kl' is no loss", "kl_div")),
-        ({"loss_fn": {"ce": math.nan}}, ("the weight of ce must be finite",)),
-        ({"loss_fn": '{"ce": 1'}, ("is not JSON",)),
-        ({"seed": "x" * 10_000}, ("...: is text",)),
-    ],
-)
-def test_wrong_values(values, words):
-    said = problem(values)
-    assert said and all(w in said for w in words), said
-    assert "hidden-word" not in said and len(said) < 400 and "\n" not in said
+def test_a_message_is_short_and_says_no_password():
+    assert len(problem({"seed": "x" * 10_000})) < 400
+    assert "hidden-word" not in problem({"server": "http://u:hidden-word@h:1"})
 
 
 @pytest.mark.parametrize(
     "where,values,words",
     [
-        ("train", {"extra": ["warmup_steps=-1"]}, ("warmup_steps=-1: must be at least 0",)),
-        ("train", {"extra": ["bf16x=True", "adam_beta1=1.5"]}, ("adam_beta1=1.5: must be at least 0 and less than 1",)),
-        ("train", {"extra": ["save_steps=True"]}, ("save_steps='True': is text",)),
         (
             "train",
             {"early_stopping_patience": 2, "eval_share": 0},
@@ -268,15 +249,12 @@ def test_wrong_values(values, words):
             {"from_pretrained": "x", "server": None, "storage": "s"},
             ("storage='s': has no effect without a server", "give server"),
         ),
-        ("serve", {"hidden_states": "f", "k": 4}, ("k=4: hidden_states serves the verifier alone; leave it out",)),
         (
             "evaluate",
             {"engine": "reference", "k": [1, 2]},
             ("k=[1, 2]: the reference decoder measures one draft length",),
         ),
         ("evaluate", {"engine": "reference", "k": [0]}, ("k=[0]",)),
-        ("evaluate", {"engine": "vllm", "as_engine": True}, ("as_engine=True: has no effect with engine=vllm",)),
-        ("prepare", {"data": "a", "output_dir": "./a/"}, ("output_dir='./a/': is data itself",)),
     ],
 )
 def test_options_that_depend_on_each_other(where, values, words):

@@ -83,11 +83,6 @@ DRAFTERS = {  # what is wrong -> (how it is made, what must be answered)
         dict(tensors={ENTRY: one(torch.nan)}),
         f"checkpoint '.*new': tensor {ENTRY} holds NaN or infinity; train it anew, or take an earlier",
     ),
-    "infinity in a norm": (dict(tensors={"norm.weight": one(torch.inf)}), "tensor norm.weight holds NaN or infinity"),
-    "minus infinity in the head": (
-        dict(tensors={"lm_head.weight": one(-torch.inf)}),
-        "tensor lm_head.weight holds NaN or infinity",
-    ),
     "all NaN": (
         dict(
             tensors={
@@ -98,50 +93,19 @@ DRAFTERS = {  # what is wrong -> (how it is made, what must be answered)
         "tensor fc.weight holds NaN or infinity; tensor layers.0.mlp.down_proj.weight .* …",
     ),
     "a tensor is missing": (dict(drop=[ENTRY]), f"misses tensors: {ENTRY}; its config.json describes another model"),
-    "a layer is missing": (
-        dict(drop=[f"layers.0.self_attn.{p}_proj.weight" for p in "qkvo"]),
-        "misses tensors: layers.0.self_attn.k_proj.weight, layers.0.self_attn.o_proj.weight",
-    ),
     "t2d is missing": (dict(drop=["t2d"]), "misses tensors: t2d"),
-    "the mapping is missing": (dict(drop=["t2d", "d2t"]), "misses tensors: d2t, t2d"),
     "a tensor too many": (dict(tensors={"extra.weight": torch.ones(2)}), "has unknown tensors: extra.weight"),
-    "another name": (
-        dict(drop=["norm.weight"], tensors={"model.norm.weight": torch.ones(16)}),
-        "misses tensors: norm.weight",
-    ),
-    "a layer too many": (
-        dict(tensors={"layers.1.mlp.up_proj.weight": torch.ones(32, 16)}),
-        "has unknown tensors: layers.1.mlp.up_proj.weight",
-    ),
     "another shape": (
         dict(tensors={"norm.weight": torch.ones(15)}),
         "has misshapen tensors: norm.weight \\(15,\\) instead of \\(16,\\)",
     ),
-    "transposed": (
-        dict(tensors={ENTRY: lambda w: w.T}),
-        f"has misshapen tensors: {ENTRY} \\(16, 32\\) instead of \\(32, 16\\)",
-    ),
-    "no rows": (dict(tensors={"fc.weight": torch.ones(0, 48)}), "has misshapen tensors: fc.weight \\(0, 48\\)"),
-    "a scalar": (dict(tensors={"norm.weight": torch.ones(())}), "has misshapen tensors: norm.weight \\(\\) instead"),
     "integers for weights": (
         dict(tensors={"norm.weight": torch.ones(16, dtype=torch.int32)}),
         "tensor norm.weight holds torch.int32, the config describes torch.float32",
     ),
-    "truth values for weights": (
-        dict(tensors={"norm.weight": torch.ones(16, dtype=torch.bool)}),
-        "tensor norm.weight holds torch.bool",
-    ),
     "eight bits for weights": (
         dict(tensors={"norm.weight": torch.ones(16).to(torch.float8_e4m3fn)}),
         "tensor norm.weight holds torch.float8_e4m3fn",
-    ),
-    "complex weights": (
-        dict(tensors={"norm.weight": torch.ones(16, dtype=torch.complex64)}),
-        "tensor norm.weight holds torch.complex64",
-    ),
-    "numbers for t2d": (
-        dict(tensors={"t2d": torch.ones(64)}),
-        "tensor t2d holds torch.float32, the config describes torch.bool",
     ),
     "fractions for d2t": (
         dict(tensors={"d2t": lambda w: w.float()}),
@@ -151,34 +115,13 @@ DRAFTERS = {  # what is wrong -> (how it is made, what must be answered)
         dict(tensors={"t2d": torch.ones(64, dtype=torch.bool)}),
         "t2d keeps 64 tokens, but draft_vocab_size=40",
     ),
-    "t2d keeps none": (
-        dict(tensors={"t2d": torch.zeros(64, dtype=torch.bool)}),
-        "t2d keeps 0 tokens, but draft_vocab_size=40",
-    ),
     "d2t and t2d disagree": (
         dict(tensors={"d2t": lambda w: w.flip(0)}),
         "d2t\\[0\\]=\\d+ maps draft id 0 to verifier id \\d+, but by t2d it is",
     ),
-    "one offset is off": (
-        dict(tensors={"d2t": one(1000)}),
-        "d2t\\[20\\]=1000 maps draft id 20 to verifier id 1020, but by t2d",
-    ),
-    "ids for offsets": (dict(tensors={"d2t": lambda w: w + torch.arange(40)}), "d2t holds offsets|but by t2d it is"),
-    "negative offsets": (
-        dict(tensors={"d2t": lambda w: w - 5}),
-        "d2t\\[0\\]=-\\d maps draft id 0 to verifier id -\\d, but by t2d",
-    ),
-    "another draft vocabulary": (
-        dict(config=lambda c: c.update(draft_vocab_size=30)),
-        "misshapen tensors: d2t \\(40,\\) instead of \\(30,\\)",
-    ),
     "another size": (
         dict(config=lambda c: c["transformer_layer_config"].update(hidden_size=32)),
         "misshapen tensors: ",
-    ),
-    "a million tokens": (
-        dict(config=lambda c: c["transformer_layer_config"].update(vocab_size=10**7)),
-        "misshapen tensors: .*10000000",
     ),
     "a giant": (
         dict(config=lambda c: c["transformer_layer_config"].update(hidden_size=2**20, intermediate_size=2**24)),
@@ -200,16 +143,8 @@ DRAFTERS = {  # what is wrong -> (how it is made, what must be answered)
         dict(files={"model.safetensors": None}),
         "new: no model.safetensors and no model.safetensors.index.json",
     ),
-    "empty weights": (
-        dict(files={"model.safetensors": b""}),
-        "model.safetensors: not a complete safetensors file.*make or fetch it again",
-    ),
     "half of the weights": (
         dict(files={"model.safetensors": HALF[: len(HALF) // 2]}),
-        "model.safetensors: not a complete safetensors file",
-    ),
-    "half of the header": (
-        dict(files={"model.safetensors": HALF[:60]}),
         "model.safetensors: not a complete safetensors file",
     ),
     "text for weights": (
@@ -219,10 +154,6 @@ DRAFTERS = {  # what is wrong -> (how it is made, what must be answered)
     "a header without end": (
         dict(files={"model.safetensors": (2**62).to_bytes(8, "little") + b"{}"}),
         "model.safetensors: not a complete safetensors file",
-    ),
-    "a pickle": (
-        dict(files={"model.safetensors": None, "pytorch_model.bin": b"\x80\x02}q\x00."}),
-        "no model.safetensors.*pytorch_model.bin: pickles can run code when read, so they are refused",
     ),
     "no config": (dict(files={"config.json": None}), "new: has no config.json, so it is no drafter"),
     "an index without shards": (
@@ -240,10 +171,6 @@ DRAFTERS = {  # what is wrong -> (how it is made, what must be answered)
     "an index of numbers": (
         dict(files={"model.safetensors": None, "model.safetensors.index.json": '{"weight_map": {"a": 3}}'}),
         "index.json|leads out of the folder|file name 3",
-    ),
-    "an index that is a list": (
-        dict(files={"model.safetensors": None, "model.safetensors.index.json": "[]"}),
-        "model.safetensors.index.json: holds a list",
     ),
     "an index cut off": (
         dict(files={"model.safetensors": None, "model.safetensors.index.json": '{"weight_map": {"a'}),
@@ -374,10 +301,6 @@ VERIFIERS = {
         dict(tensors={"model.norm.weight": torch.ones(15)}),
         "model.norm.weight is \\[15\\], by the config \\[16\\]",
     ),
-    "another size": (
-        dict(config=lambda c: c.update(hidden_size=24, head_dim=8)),
-        "config.json and weights do not belong together",
-    ),
     "another vocabulary": (
         dict(config=lambda c: c.update(vocab_size=65)),
         "lm_head.weight is \\[64, 16\\], by the config \\[65, 16\\]",
@@ -386,54 +309,18 @@ VERIFIERS = {
         dict(tensors={"model.layers.1.mlp.up_proj.weight": one(torch.nan)}),
         "NaN or infinity in model.layers.1.mlp.up_proj.weight; fetch or save the weights again",
     ),
-    "infinity in the head": (dict(tensors={"lm_head.weight": one(torch.inf)}), "NaN or infinity in lm_head.weight"),
     "no weights": (dict(files={"model.safetensors": None}), "has no weights \\(\\*.safetensors\\)"),
     "half of the weights": (
         dict(files={"model.safetensors": (VERIFIER / "model.safetensors").read_bytes()[:2000]}),
         "its weights cannot be read .*fetch or save them again",
     ),
-    "empty weights": (dict(files={"model.safetensors": b""}), "its weights cannot be read"),
     "no config": (dict(files={"config.json": None}), "has no config.json"),
     "a config cut off": (dict(files={"config.json": '{"model_type": "qw'}), "config.json: not JSON .*cut off"),
-    "an empty config": (dict(files={"config.json": ""}), "config.json: not JSON"),
-    "a config that is a list": (
-        dict(files={"config.json": "[]"}),
-        "config.json: holds a list, and must hold an object",
-    ),
-    "a config that is null": (dict(files={"config.json": "null"}), "config.json: holds null"),
     "a config that says nothing": (dict(files={"config.json": "{}"}), "config.json: .*(model_type|Unrecognized model)"),
     "an unknown family": (dict(config=lambda c: c.update(model_type="no_such_model")), "config.json: .*no_such_model"),
-    "a family that is a number": (
-        dict(config=lambda c: c.update(model_type=3)),
-        "config.json: model_type=3: must be text",
-    ),
-    "architectures that are text": (
-        dict(config=lambda c: c.update(architectures="Qwen3ForCausalLM")),
-        "config.json: architectures='Qwen3ForCausalLM': must be a list",
-    ),
     "a negative size": (
         dict(config=lambda c: c.update(hidden_size=-16)),
         "config.json: hidden_size=-16: must be at least 1",
-    ),
-    "no heads": (
-        dict(config=lambda c: c.update(num_attention_heads=0)),
-        "config.json: num_attention_heads=0: must be at least 1",
-    ),
-    "no layers": (
-        dict(config=lambda c: c.update(num_hidden_layers=0)),
-        "config.json: num_hidden_layers=0: must be at least 1",
-    ),
-    "layers as text": (
-        dict(config=lambda c: c.update(num_hidden_layers="4")),
-        "config.json: num_hidden_layers='4': is text, and must be a whole number",
-    ),
-    "an unknown activation": (
-        dict(config=lambda c: c.update(hidden_act="slu")),
-        "config.json: hidden_act='slu': is not known; choose",
-    ),
-    "an epsilon of NaN": (
-        dict(config=lambda c: c.update(rms_norm_eps=float("nan"))),
-        "config.json: rms_norm_eps=nan: must be finite",
     ),
     "positions that are text": (
         dict(config=lambda c: c.update(max_position_embeddings="long")),
@@ -463,10 +350,6 @@ BORROWED = {  # a verifier that a drafter borrows from
         dict(config=lambda c: c.update(tie_word_embeddings=True)),
         "tie_word_embeddings",
     ),
-    "another size": (
-        dict(config=lambda c: c.update(hidden_size=24)),
-        "has hidden_size 24, this drafter's LlamaConfig has 16; they must be equal",
-    ),
     "another vocabulary": (
         dict(tensors={n: torch.ones(65, 16) for n in ("lm_head.weight", "model.embed_tokens.weight")}),
         "embeds 65 tokens|its head has 65 rows",
@@ -486,8 +369,6 @@ def _tokenizer(text, name="tokenizer.json"):
 TOKENIZERS = {
     "none": (copy_of(VERIFIER), "new: has no tokenizer .*save the verifier's there"),
     "cut off": (_tokenizer('{"version": "1.0", "mod'), "new: its tokenizer cannot be read"),
-    "empty": (_tokenizer(""), "new: its tokenizer cannot be read"),
-    "of nothing": (_tokenizer("{}"), "new: its tokenizer cannot be read"),
     "a list": (_tokenizer("[]", "tokenizer_config.json"), "new: its tokenizer cannot be read"),
 }
 
@@ -551,16 +432,6 @@ CASES = [
         "from_pretrained: features",
         lambda folder: SpeculatorModel.from_pretrained(GOOD["features"]),
         "features: has no config.json, so it is no drafter, but features; train a drafter",
-    ),
-    Case(
-        "from_pretrained: a verifier",
-        lambda folder: SpeculatorModel.from_pretrained(VERIFIER),
-        "verifier: is no drafter of this library: speculators_model_type is missing",
-    ),
-    Case(
-        "from_pretrained: a file",
-        lambda folder: SpeculatorModel.from_pretrained(DRAFTER / "model.safetensors"),
-        "model.safetensors: is a file, and a drafter is a folder",
     ),
     Case(
         "from_pretrained: nothing",

@@ -10,15 +10,13 @@ from speculators_nb.core.registry import (
     GreedyTokenProposalConfig,
     SamplingTokenProposalConfig,
     StaticTreeTokenProposalConfig,
-    TokenProposalConfig,
 )
-from speculators_nb.decode.tree_growth import static_shape
 from speculators_nb.models import (
     eagle3,  # noqa: F401  so that a case does not pay for the import
 )
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.serve.serve_command import what_to_serve
-from speculators_nb.serve.speculative_config import SpeculativeConfig, parse_token_tree
+from speculators_nb.serve.speculative_config import SpeculativeConfig
 from speculators_nb.serve.vllm_contract import check_vllm_contract
 
 from .harness import GOOD, RELEASE, Case
@@ -88,34 +86,21 @@ FIELDS = {
     "a type that is a number": (top(speculators_model_type=3), "speculators_model_type='3' is not known|must be text"),
     "a type that is a list": (top(speculators_model_type=["eagle3"]), "speculators_model_type=.*is not known"),
     "no tokens": (top(draft_vocab_size=0), "draft_vocab_size=0: must be at least 1"),
-    "negative tokens": (top(draft_vocab_size=-1), "draft_vocab_size=-1: must be at least 1"),
     "more tokens than the verifier's": (top(draft_vocab_size=65), "draft_vocab_size.*65.*64"),
     "tokens as text": (top(draft_vocab_size="all"), "draft_vocab_size='all': (input|must|extra|is)"),
     "tokens as a truth value": (
         top(draft_vocab_size=True),
         "draft_vocab_size=True: is a truth value, and must be a number",
     ),
-    "a fraction of a token": (top(draft_vocab_size=40.5), "draft_vocab_size=40.5: (input|must|extra|is)"),
-    "a list of tokens": (top(draft_vocab_size=[40]), "draft_vocab_size=\\[40\\]: (input|must|extra|is)"),
     "a switch as text": (top(norm_before_fc="maybe"), "norm_before_fc='maybe': (input|must|extra|is)"),
-    "a switch as a number": (top(norm_output=7), "norm_output=7: (input|must|extra|is)"),
     "layers as text": (
         top(eagle_aux_hidden_state_layer_ids="1,2,3"),
         "eagle_aux_hidden_state_layer_ids='1,2,3': (input|must|extra|is)",
     ),
-    "negative layers": (top(eagle_aux_hidden_state_layer_ids=[-1, 2, 3]), "eagle_aux_hidden_state_layer_ids"),
     "a layer twice": (top(eagle_aux_hidden_state_layer_ids=[1, 1, 3]), "eagle_aux_hidden_state_layer_ids"),
     "a layer that is text": (
         top(eagle_aux_hidden_state_layer_ids=[1, "2b", 3]),
         "eagle_aux_hidden_state_layer_ids.1='2b': (input|must|extra|is)",
-    ),
-    "no layer config": (
-        top(transformer_layer_config=None),
-        "transformer_layer_config.*is NoneType, and must be an object",
-    ),
-    "a layer config that is a list": (
-        top(transformer_layer_config=[]),
-        "transformer_layer_config.*is list, and must be an object",
     ),
     "a layer config that is text": (
         top(transformer_layer_config="llama"),
@@ -125,24 +110,12 @@ FIELDS = {
         layer(model_type="no_such"),
         "transformer_layer_config.model_type='no_such' is missing or names no",
     ),
-    "a family that is a list": (
-        layer(model_type=["llama"]),
-        "transformer_layer_config.model_type=\\['llama'\\] is missing or names no",
-    ),
-    "a negative hidden size": (layer(hidden_size=-16), "transformer_layer_config.hidden_size=-16: must be at least 1"),
     "no hidden size": (layer(hidden_size=0), "transformer_layer_config.hidden_size=0: must be at least 1"),
     "a huge hidden size": (
         layer(hidden_size=2**40),
         "transformer_layer_config.hidden_size=1099511627776: must be .*at most",
     ),
-    "a hidden size as text": (layer(hidden_size="16"), "transformer_layer_config.hidden_size='16': is text"),
-    "a hidden size of NaN": (layer(hidden_size=NAN), "transformer_layer_config.hidden_size=nan: must be"),
     "no heads": (layer(num_attention_heads=0), "transformer_layer_config.num_attention_heads=0: must be at least 1"),
-    "negative heads": (layer(num_attention_heads=-2), "transformer_layer_config.num_attention_heads=-2: must be"),
-    "half a head": (
-        layer(num_attention_heads=1.5),
-        "transformer_layer_config.num_attention_heads=1.5: must be a whole number",
-    ),
     "no key heads": (layer(num_key_value_heads=0), "transformer_layer_config.num_key_value_heads=0: must be"),
     "key heads that do not divide": (
         layer(num_attention_heads=2, num_key_value_heads=3),
@@ -155,28 +128,16 @@ FIELDS = {
     "a head of nothing": (layer(head_dim=0), "transformer_layer_config.head_dim=0: must be"),
     "no layers": (layer(num_hidden_layers=0), "transformer_layer_config.num_hidden_layers=0: must be at least 1"),
     "a million layers": (layer(num_hidden_layers=10**6), "transformer_layer_config.num_hidden_layers=1000000: must be"),
-    "layers as a truth value": (layer(num_hidden_layers=True), "num_hidden_layers=True: must be a whole number"),
     "no vocabulary": (layer(vocab_size=0), "transformer_layer_config.vocab_size=0: must be"),
-    "a vocabulary of billions": (
-        layer(vocab_size=10**12),
-        "transformer_layer_config.vocab_size=1000000000000: must be",
-    ),
     "no intermediate size": (layer(intermediate_size=0), "transformer_layer_config.intermediate_size=0: must be"),
     "no positions": (layer(max_position_embeddings=0), "transformer_layer_config.max_position_embeddings=0: must be"),
     "an unknown activation": (
         layer(hidden_act="slu"),
         "transformer_layer_config.hidden_act='slu': is not known; choose .*silu",
     ),
-    "an activation that is a number": (layer(hidden_act=3), "transformer_layer_config.hidden_act=3: is no word"),
     "a negative epsilon": (
         layer(rms_norm_eps=-1e-6),
         "transformer_layer_config.rms_norm_eps=-1e-06: must be at least 0",
-    ),
-    "an epsilon of NaN": (layer(rms_norm_eps=NAN), "transformer_layer_config.rms_norm_eps=nan: must be finite"),
-    "an infinite epsilon": (layer(rms_norm_eps=INF), "transformer_layer_config.rms_norm_eps=inf: must be finite"),
-    "a negative dropout": (
-        layer(attention_dropout=-0.5),
-        "transformer_layer_config.attention_dropout=-0.5: must be at least 0",
     ),
     "a dropout of everything": (
         layer(attention_dropout=1.0),
@@ -184,11 +145,8 @@ FIELDS = {
     ),
     "a base of 0": (layer(rope_theta=0), "transformer_layer_config.rope_theta=0: must be greater than 0"),
     "a block that is null, with its name": (top(speculators_config=3), "speculators_config.*=3"),
-    "a block that is a list": (top(speculators_config=[]), "speculators_config=\\[\\]: (input|must|extra|is)"),
     "a block of nothing": (top(speculators_config={}), "speculators_config.algorithm=.*field required"),
     "no methods": (block(proposal_methods=[]), "proposal_methods=\\[\\]: list should have at least 1"),
-    "methods that are text": (block(proposal_methods="greedy"), "proposal_methods='greedy': (input|must|extra|is)"),
-    "a method that is null": (block(proposal_methods=[None]), "proposal_methods.0=None: (input|must|extra|is)"),
     "a method of nothing": (
         block(proposal_methods=[{}]),
         "proposal_methods.0.proposal_type=\\(missing\\): field required",
@@ -202,45 +160,27 @@ FIELDS = {
         method(speculative_tokens=0),
         "proposal_methods.0.greedy.speculative_tokens=0: input should be greater",
     ),
-    "a billion tokens to draft": (
-        method(speculative_tokens=10**9),
-        "speculative_tokens=1000000000: input should be less than or equal to 4096",
-    ),
-    "tokens to draft as text": (
-        method(speculative_tokens="three"),
-        "speculative_tokens='three': (input|must|extra|is)",
-    ),
     "tokens to draft, true": (method(speculative_tokens=True), "speculative_tokens=True: is a truth value"),
-    "half a token to draft": (method(speculative_tokens=2.5), "speculative_tokens=2.5: (input|must|extra|is)"),
-    "an infinite tolerance": (method(accept_tolerance=INF), "accept_tolerance=inf: input should be a finite number"),
-    "a negative tolerance": (method(accept_tolerance=-1), "accept_tolerance=-1: (input|must|extra|is)"),
     "nobody accepted": (method(verifier_accept_k=0), "verifier_accept_k=0: (input|must|extra|is)"),
     "a field of another method": (method(depth=3), "proposal_methods.0.greedy.depth=3: extra inputs are not permitted"),
     "no verifier": (block(verifier=None), "speculators_config.verifier=None: (input|must|extra|is)"),
-    "a verifier that is text": (block(verifier="Qwen"), "speculators_config.verifier='Qwen': (input|must|extra|is)"),
     "architectures that are text": (
         verifier(architectures="Qwen3ForCausalLM"),
         "verifier.architectures='Qwen3ForCausalLM': (input|must|extra|is)",
     ),
     "a name that is a number": (verifier(name_or_path=3), "verifier.name_or_path=3: (input|must|extra|is)"),
-    "a field that no verifier has": (verifier(colour="red"), "verifier.colour='red': extra"),
 }
 OF_BLOCKS = {  # of a DFlash drafter
     "a block of one": (top(block_size=1), "block_size=1: (input|must|extra|is)"),
-    "a negative block": (top(block_size=-8), "block_size=-8: (input|must|extra|is)"),
     "a mask token beyond the vocabulary": (
         top(mask_token_id=64),
         "mask_token_id=64 lies outside the verifier's vocabulary of 64; choose an id",
     ),
-    "a negative mask token": (top(mask_token_id=-1), "mask_token_id=-1: (input|must|extra|is)"),
-    "a block as text": (top(block_size="8k"), "block_size='8k': (input|must|extra|is)"),
 }
 LAYERS = {
     "nothing": (None, "is NoneType, and must be an object"),
     "a list": ([], "is list, and must be an object"),
     "no family": ({}, "model_type=None is missing"),
-    "a negative size": ({"model_type": "llama", "hidden_size": -1}, "hidden_size=-1: must be"),
-    "no heads": ({"model_type": "qwen3", "num_attention_heads": 0}, "num_attention_heads=0: must be"),
     "a misspelt rope_type": (
         {"model_type": "llama", "rope_parameters": {"rope_typ": "yarn", "factor": 4.0}},
         "rope_parameters=.*: has factor and no rope_type.*give it, e.g. 'yarn'",
@@ -248,10 +188,6 @@ LAYERS = {
     "a rope of nothing": ({"model_type": "llama", "rope_parameters": 3}, "refuses this llama config"),
     "layer types of another number": (
         {"model_type": "qwen3", "num_hidden_layers": 2, "layer_types": ["full_attention"]},
-        "refuses this qwen3 config.*layer_types",
-    ),
-    "an unknown layer type": (
-        {"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["magic"]},
         "refuses this qwen3 config.*layer_types",
     ),
 }
@@ -293,11 +229,6 @@ PROPOSALS = {
         lambda: DynamicTreeTokenProposalConfig(expansion_factor=10**9),
         "expansion_factor=1000000000: input should be less",
     ),
-    "static_shape: too many": (
-        lambda: static_shape(10, 10, 9),
-        "depth=9: with branching_factor=10 the tree has more than 4096 tokens",
-    ),
-    "static_shape: no depth": (lambda: static_shape(2, 2, 0), "depth=0 must be at least 1"),
     "SpeculatorsConfig: no verifier": (
         lambda: SpeculatorsConfig(
             algorithm="x", proposal_methods=[{"proposal_type": "greedy"}], default_proposal_method="greedy"
@@ -308,11 +239,6 @@ PROPOSALS = {
         lambda: VerifierConfig(name_or_path="x", architectures=[], size=3),
         "size=3: extra inputs are not permitted",
     ),
-    "VerifierConfig: no architectures": (
-        lambda: VerifierConfig(name_or_path="x", architectures=None),
-        "architectures=None: (input|must|extra|is)",
-    ),
-    "TokenProposalConfig: nobody's": (lambda: TokenProposalConfig.model_validate({"proposal_type": "guess"}), None),
 }
 NGRAM = dict(method="ngram", num_speculative_tokens=3)
 SPECULATIVE = {  # arguments of SpeculativeConfig -> what must be answered
@@ -325,29 +251,15 @@ SPECULATIVE = {  # arguments of SpeculativeConfig -> what must be answered
         dict(method="ngram", num_speculative_tokens=0),
         "num_speculative_tokens=0: input should be greater than 0",
     ),
-    "negative": (dict(method="ngram", num_speculative_tokens=-1), "num_speculative_tokens=-1: (input|must|extra|is)"),
     "a billion": (
         dict(method="ngram", num_speculative_tokens=10**9),
         "num_speculative_tokens=1000000000: input should be less than or equal to 4096",
     ),
     "true": (dict(method="ngram", num_speculative_tokens=True), "num_speculative_tokens=True: is a truth value"),
-    "a word": (
-        dict(method="ngram", num_speculative_tokens="three"),
-        "num_speculative_tokens='three': (input|must|extra|is)",
-    ),
-    "half a token": (
-        dict(method="ngram", num_speculative_tokens=2.5),
-        "num_speculative_tokens=2.5: (input|must|extra|is)",
-    ),
-    "a list": (
-        dict(method="ngram", num_speculative_tokens=[3]),
-        "num_speculative_tokens=\\[3\\]: (input|must|extra|is)",
-    ),
     "an unknown method": (
         dict(method="ngrams", num_speculative_tokens=3),
         "method='ngrams' is unknown; write one of ngram",
     ),
-    "a method that is a number": (dict(method=3, num_speculative_tokens=3), "method=3: (input|must|extra|is)"),
     "a misspelt field": (
         dict(NGRAM, prompt_lokup_max=3),
         "prompt_lokup_max=3 is no field of SpeculativeConfig; did you mean prompt_lookup_max",
@@ -374,10 +286,6 @@ SPECULATIVE = {  # arguments of SpeculativeConfig -> what must be answered
         dict(method="suffix", num_speculative_tokens=3, suffix_decoding_min_token_prob=1.5),
         "suffix_decoding_min_token_prob=1.5 is out of range; write a number from 0 to 1",
     ),
-    "a factor of NaN": (
-        dict(method="suffix", num_speculative_tokens=3, suffix_decoding_max_spec_factor=NAN),
-        "suffix_decoding_max_spec_factor=nan: input should be",
-    ),
     "an infinite factor": (
         dict(method="suffix", num_speculative_tokens=3, suffix_decoding_max_spec_factor=INF),
         "suffix_decoding_max_spec_factor=inf: input should be a finite",
@@ -399,10 +307,6 @@ SPECULATIVE = {  # arguments of SpeculativeConfig -> what must be answered
         "synthetic_acceptance_rates=.* has no effect without rejection_sample_method='synthetic'",
     ),
     "no rates": (dict(NGRAM, rejection_sample_method="synthetic"), "wants exactly one of synthetic_acceptance_rates"),
-    "rates that rise": (
-        dict(NGRAM, rejection_sample_method="synthetic", synthetic_acceptance_rates=[0.1, 0.5, 0.6]),
-        "synthetic_acceptance_rates=.*must lie in .* and not increase",
-    ),
     "a rate of NaN": (
         dict(NGRAM, rejection_sample_method="synthetic", synthetic_acceptance_rates=[0.5, NAN, 0.1]),
         "synthetic_acceptance_rates.1=nan: input should be a finite",
@@ -411,29 +315,13 @@ SPECULATIVE = {  # arguments of SpeculativeConfig -> what must be answered
         dict(NGRAM, rejection_sample_method="synthetic", synthetic_acceptance_length=9),
         "synthetic_acceptance_length=9.0 must lie in \\[1, 4\\]",
     ),
-    "a length of NaN": (
-        dict(NGRAM, rejection_sample_method="synthetic", synthetic_acceptance_length=NAN),
-        "synthetic_acceptance_length=nan: (input|must|extra|is)",
-    ),
     "a tree of another size": (
         dict(NGRAM, speculative_token_tree="[(0,), (1,)]"),
         "speculative_token_tree=.* has 2 tokens, num_speculative_tokens=3; make them equal",
     ),
-    "a tree of words": (
-        dict(NGRAM, speculative_token_tree="[('a',)]"),
-        "speculative_token_tree: .*not a tuple of numbers",
-    ),
     "a tree without end": (
         dict(NGRAM, speculative_token_tree="[" * 5000),
         "speculative_token_tree: .*not a list of tuples",
-    ),
-    "a tree that calls": (
-        dict(NGRAM, speculative_token_tree="__import__('os').getcwd()"),
-        "speculative_token_tree: .*not a list of tuples of numbers",
-    ),
-    "a tree without a parent": (
-        dict(NGRAM, speculative_token_tree="[(0,), (0, 0), (1, 0)]"),
-        "speculative_token_tree: ",
     ),
     "no devices": (dict(NGRAM, draft_tensor_parallel_size=0), "draft_tensor_parallel_size=0: input should be"),
     "the target's devices": (
@@ -458,10 +346,6 @@ SPECULATIVE = {  # arguments of SpeculativeConfig -> what must be answered
         dict(NGRAM, index_share_for_mtp_iteration=True),
         "index_share_for_mtp_iteration=True is for method='mtp', this is 'ngram'; leave it out",
     ),
-    "a method without its draft": (
-        dict(method="eagle3", num_speculative_tokens=3),
-        "model=None and method='eagle3': give the draft's folder or hub id",
-    ),
     "other words of n-grams": (
         dict(NGRAM, use_heterogeneous_vocab=True),
         "use_heterogeneous_vocab=True is for method='draft_model', this is 'ngram'; leave it out",
@@ -479,21 +363,14 @@ DRAFTS = {  # config.json of a foreign draft
     "cut off": ('{"model_type"', "config.json: not JSON"),
     "a list": ("[]", "config.json: holds a list"),
     "a type that is a number": ('{"model_type": 3}', "config.json: model_type=3: must be text"),
-    "a block that is text": ('{"speculators_config": "x"}', "config.json: speculators_config='x': must be a mapping"),
     "methods of numbers": (
         '{"speculators_config": {"proposal_methods": [3]}}',
         r"speculators_config.proposal_methods=\[3\]: must be a mapping",
-    ),
-    "a number as text": ('{"n_predict": "2"}', "config.json: n_predict='2': is text, and must be a whole number"),
-    "architectures of numbers": (
-        '{"architectures": [3]}',
-        "config.json: architectures=\\[3\\]: must be text",
     ),
     "a verifier that is a list": (
         '{"speculators_model_type": "eagle3", "speculators_config": {"verifier": []}}',
         "speculators_config.verifier=\\[\\]: must be a mapping",
     ),
-    "a vocabulary that is true": ('{"vocab_size": true}', "config.json: vocab_size=True: must be a whole number"),
 }
 
 CASES = [
@@ -539,7 +416,7 @@ CASES = [
         Case(f"layers: {name}", lambda folder, given=given: layer_config_from_dict(given), expect)
         for name, (given, expect) in LAYERS.items()
     ),
-    *(Case(name, lambda folder, make=make: make(), expect) for name, (make, expect) in PROPOSALS.items() if expect),
+    *(Case(name, lambda folder, make=make: make(), expect) for name, (make, expect) in PROPOSALS.items()),
     *(
         Case(f"SpeculativeConfig: {name}", lambda folder, given=given: SpeculativeConfig(**given), expect)
         for name, (given, expect) in SPECULATIVE.items()
@@ -557,22 +434,10 @@ CASES = [
         Case(f"serve, a draft: {name}", lambda folder: what_to_serve(folder), expect, {"config.json": how})
         for name, (how, expect) in DRAFTS.items()
     ),
-    Case("parse_token_tree: nothing", lambda folder: parse_token_tree(None), "speculative_token_tree: "),
-    Case(
-        "VerifierConfig: a list",
-        lambda folder: VerifierConfig.from_pretrained(folder),
-        "config.json: holds a list",
-        {"config.json": "[]"},
-    ),
     Case(
         "VerifierConfig: architectures",
         lambda folder: VerifierConfig.from_pretrained(folder),
         "config.json: architectures='x': must be a list",
         {"config.json": '{"architectures": "x"}'},
-    ),
-    Case(
-        "VerifierConfig: none",
-        lambda folder: VerifierConfig.from_pretrained(folder),
-        "config.json: no such file, so the verifier's architectures are unknown",
     ),
 ]

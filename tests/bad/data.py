@@ -426,9 +426,7 @@ FILES = [  # (name, file, content, error)
         lambda p: (p.mkdir(), (p / "dataset_dict.json").write_text("{}"), table(ROWS)(p / "train")),
         r"c: holds several tables \(train\); name the folder of one",
     ),
-    ("table: its record is null", "c", table(ROWS, state("null")), r"state\.json: holds null, and must hold an object"),
     ("table: its record is a list", "c", table(ROWS, state("[]")), r"state\.json: holds a list"),
-    ("table: its record is empty", "c", table(ROWS, state("")), r"state\.json: not JSON"),
     (
         "table: its record is nested too deep",
         "c",
@@ -621,11 +619,6 @@ CASES += [
         ]
     ),
     Case(
-        "prepare: a file that is not there",
-        "prepare {here}/none.jsonl {here}/out --verifier {tiny}",
-        "none.jsonl: no such file; check the spelling",
-    ),
-    Case(
         "read_conversations: a torn line",
         lambda folder: list(read_conversations(folder / "c.jsonl")),
         r"c\.jsonl, line 2: not JSON \(Unterminated string",
@@ -636,17 +629,11 @@ CASES += [
 # ---------------------------------------------------------------------------------------------- answers of the verifier
 PARAMETERS = [  # fields of a row that decide how it is answered: (field, value, error)
     ("temperature", float("nan"), "temperature: nan is no finite number"),
-    ("temperature", float("inf"), "temperature: inf is no finite number"),
     ("temperature", -1, "temperature: -1 is out of range; 0 is greedy"),
-    ("temperature", "hot", "temperature: 'hot' is no number"),
-    ("temperature", True, "temperature: True is no number"),
     ("temperature", 10**400, "temperature: 1000.* is no finite number"),
-    ("top_p", 0, "top_p: 0 is out of range"),
-    ("top_p", float("nan"), "top_p: nan is no finite number"),
     ("top_p", 1.5, "top_p: 1.5 is out of range"),
     ("top_k", 5, "top_k: only a server knows"),
     ("chat_template_kwargs", "{", "JSONDecodeError"),
-    ("chat_template_kwargs", [1], r"chat_template_kwargs: \[1\] is no object"),
     ("reasoning_effort", 3, "reasoning_effort: 3 is no text"),
 ]
 CASES += [
@@ -672,7 +659,6 @@ JOURNALS = [  # (name, content of the output file, error)
     ("output is a list", "[]\n", r"o\.jsonl, line 1: no regenerated row.*remove the line, or choose another file"),
     ("output is a conversation", lines(TALK), r"o\.jsonl, line 1: no regenerated row"),
     ("output is a text without an end", "years of work", r"o\.jsonl, line 1: no regenerated row"),
-    ("output is a conversation without an end", lines(TALK)[:-1], r"o\.jsonl, line 1: no regenerated row"),
     ("output in another code", "é\n".encode("latin-1"), r"o\.jsonl, line 1: no regenerated row"),
     ("output of zero bytes", b"\0" * 99 + b"\n", r"o\.jsonl, line 1: no regenerated row"),
     ("output nested too deep", "[" * 3000 + "\n", r"o\.jsonl, line 1: no regenerated row"),
@@ -687,7 +673,6 @@ JOURNALS = [  # (name, content of the output file, error)
         "no regenerated row.*metadata must be an object",
     ),
     ("output whose id is a number", lines(GOOD_LINE | {"primary_id": 7}), "no regenerated row.*primary_id text"),
-    ("output whose part is null", lines(GOOD_LINE | {"part": None}), "no regenerated row"),
     ("output whose part is text", lines(GOOD_LINE | {"part": "01"}), "no regenerated row.*part is '01'"),
     (
         "output whose part is beyond",
@@ -792,8 +777,6 @@ CASES += [
         Case(f"regenerate: {name}", functools.partial(answered, **options), error, {"c.jsonl": lines(TALK)})
         for name, options, error in [
             ("max_new_tokens 0", dict(max_new_tokens=0), "max_new_tokens=0: must be at least 1"),
-            ("batch_size 0", dict(batch_size=0), "batch_size=0: must be at least 1"),
-            ("temperature NaN", dict(temperature=float("nan")), "temperature=nan: must be finite"),
             ("weights NaN", dict(sampling={"temperature": [[0, float("nan")]]}), "temperature: .*nan.* is no number"),
             ("language unknown", dict(languages=["elvish"]), "languages: elvish not known"),
         ]
@@ -841,10 +824,7 @@ def into(name, **options):
 
 AGAIN = ".*(Make the folder again|make or fetch it again)"
 PREPARED = [  # (name, folder, error)
-    ("record null", config("null"), r"data_config\.json: holds null, and must hold an object" + AGAIN),
     ("record a list", config("[]"), r"data_config\.json: holds a list, and must hold an object" + AGAIN),
-    ("record empty", config(""), r"data_config\.json: not JSON" + AGAIN),
-    ("record nested too deep", config("[" * 3000), r"data_config\.json: not JSON" + AGAIN),
     (
         "record whose model is a text",
         config({"model": "Qwen"}),
@@ -882,8 +862,6 @@ PREPARED = [  # (name, folder, error)
         r"report\.stages='all', expected a list of objects" + AGAIN,
     ),
     ("counts null", freq("null"), r"token_freq\.json: holds a NoneType; expected token id -> count. Delete it"),
-    ("counts a list", freq("[1]"), r"token_freq\.json: holds a list; expected token id -> count. Delete it"),
-    ("counts not JSON", freq("{"), r"token_freq\.json: holds .*; expected token id -> count. Delete it"),
     ("counts of words", freq({"the": 3}), r"token_freq\.json: holds .*'the'.*; expected token id -> count"),
     ("counts negative", freq({"6": -29}), r"token_freq\.json: holds -29 for token 6; expected token id -> count"),
     (
@@ -892,7 +870,6 @@ PREPARED = [  # (name, folder, error)
         r"token_freq\.json: holds 29 for token -6; expected token id -> count",
     ),
     ("counts that are texts", freq({"6": "29"}), r"token_freq\.json: holds .*str.*; expected token id -> count"),
-    ("counts that are halves", freq({"6": 29.5}), r"token_freq\.json: holds .*float.*; expected token id -> count"),
     (
         "counts of ids beyond the vocabulary",
         freq({"3000": 29}),
@@ -987,7 +964,6 @@ CASES += [
         "draft_vocab_size=4096 must lie between 1 and the verifier's vocabulary, 2048",
         {"p": table(ROWS)},
     ),
-    Case("vocab: a folder of conversations", "vocab {here}/p 4", r"p: no state\.json", {"p/c.jsonl": lines(TALK)}),
     *(
         Case(f"prepare: {name}", into("p"), "output_dir .* exists and is not a prepared folder" + more, files)
         for name, files, more in [
@@ -997,14 +973,11 @@ CASES += [
         ]
     ),
     Case("prepare: max_length 0", into("p", max_length=0), "max_length=0: must be at least 2"),
-    Case("prepare: val_fraction NaN", into("p", val_fraction=float("nan")), "val_fraction=nan: must be finite"),
     Case("prepare: train_reasoning a text", into("p", train_reasoning="no"), r"train_reasoning='no'"),
     *(
         Case(f"prepare: {name}", into("p", template=template), f"no row left of 1 conversations.*{error}")
         for name, template, error in [
             ("a tokenizer without a template", None, "has no chat_template"),
-            ("a template that raises", "{{ raise_exception('no') }}", "TemplateError: no"),
-            ("a template that is none", "{% if %}", "TemplateSyntaxError"),
             (
                 "a template that hides the answer",
                 "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}",
@@ -1054,8 +1027,6 @@ CASES += [
 ]
 
 CASES += [
-    Case("report: a folder of a verifier", "report {tiny}", r"tiny-verifier: no state\.json, so this is no table"),
-    Case("report: no folder", "report {here}/nothing", r"nothing: no state\.json, so this is no table.*prepare_data"),
     Case(
         "report: a table of texts",
         "report {here}/p",
@@ -1108,25 +1079,14 @@ LYING = (
 )
 ARRAYS = [
     ("t2d empty", "t2d", lambda f: b"", r"t2d-2\.npy: no array of numbers.*speculators-nb vocab"),
-    ("t2d cut off", "t2d", lambda f: f.read_bytes()[:-2], r"t2d-2\.npy: no array of numbers"),
     ("t2d of text", "t2d", lambda f: b"hello", r"t2d-2\.npy: no array of numbers"),
     ("t2d that promises a terabyte", "d2t", lambda f: LYING, r"d2t-2\.npy: no array of numbers"),
-    ("t2d of objects", "t2d", lambda f: np.array([{}], object), r"t2d-2\.npy: no array of numbers"),
     ("t2d of texts", "t2d", lambda f: np.array(["a", "b"]), r"t2d-2\.npy: no array of numbers"),
     ("t2d of numbers", "t2d", lambda f: np.array([0, 2, 0, 1]), "t2d holds 2, expected 0 and 1"),
     ("t2d of NaN", "t2d", lambda f: np.array([0, np.nan, 0, 1]), "t2d holds nan, expected 0 and 1"),
-    ("t2d of another verifier", "t2d", lambda f: np.array([True] * 5), "t2d has shape .*another verifier"),
-    ("t2d of more tokens", "t2d", lambda f: np.array([True] * 4), "t2d keeps 4 tokens, but draft_vocab_size=2"),
     ("d2t of halves", "d2t", lambda f: np.array([1.0, 1.5]), "d2t holds 1.5, expected whole numbers"),
     ("d2t of NaN", "d2t", lambda f: np.array([1.0, np.nan]), "d2t holds nan, expected whole numbers"),
     ("d2t of booleans", "d2t", lambda f: np.array([True, True]), "d2t holds torch.bool, expected whole numbers"),
-    (
-        "d2t that disagrees",
-        "d2t",
-        lambda f: np.array([1, 1]),
-        r"d2t\[1\]=1 maps draft id 1 to verifier id 2, but by t2d it is 3",
-    ),
-    ("d2t removed", "d2t", lambda f: f.unlink(), r"d2t-2\.npy: no draft vocabulary of this size"),
 ]
 CASES += [Case(f"load_vocab_mapping: {name}", mapping(file, change), error) for name, file, change, error in ARRAYS]
 COUNTED = [  # (name, ids, mask, error)

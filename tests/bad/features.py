@@ -98,20 +98,9 @@ def put(value, at=(2, 1, 3), dtype=None):
 FILES = [
     file_case("nan", r"nan at \[position, layer slot, channel\] \[2, 1, 3\]", hidden_states=put(NAN)),
     file_case("infinity", r"inf at .*\[2, 1, 3\]", hidden_states=put(INF)),
-    file_case("minus infinity", "-inf at", hidden_states=put(-INF)),
     file_case("3e38", "3e\\+38 at|2.9.*e\\+38 at|3.0.*e\\+38 at", hidden_states=put(3e38, dtype=torch.float32)),
     file_case("1e19", "e\\+(18|19) at", hidden_states=put(1e19, dtype=torch.float32)),
     file_case("int64 states", "torch.int64, expected torch.bfloat16", hidden_states=states(lambda x: x.long())),
-    file_case("bool states", "torch.bool, expected torch.bfloat16", hidden_states=states(lambda x: x > 0)),
-    file_case("float64 states", "torch.float64, expected torch.bfloat16", hidden_states=states(lambda x: x.double())),
-    file_case(
-        "complex states",
-        "torch.complex64, expected torch.bfloat16",
-        hidden_states=states(lambda x: x.to(torch.complex64)),
-    ),
-    file_case(
-        "uint8 states", "torch.uint8, expected torch.bfloat16", hidden_states=states(lambda x: x.to(torch.uint8))
-    ),
     file_case("no states", "has no hidden_states", hidden_states=None),
     file_case("no tokens", "has no token_ids", token_ids=None),
     file_case(
@@ -120,50 +109,20 @@ FILES = [
         hidden_states=states(lambda x: x[:, :3]),
     ),
     file_case(
-        "one slot more",
-        r"hidden_states \[\d+, 5, 16\], the other rows have",
-        hidden_states=states(lambda x: torch.cat([x, x[:, :1]], 1)),
-    ),
-    file_case(
         "half the hidden size",
         r"hidden_states \[\d+, 4, 8\], the other rows have \['seq', 4, 16\]",
         hidden_states=states(lambda x: x[..., :8]),
     ),
-    file_case(
-        "twice the hidden size",
-        r"\[\d+, 4, 32\], the other rows have",
-        hidden_states=states(lambda x: torch.cat([x, x], -1)),
-    ),
     file_case("two dimensions", r"\[seq, A\+1, H\]", hidden_states=states(lambda x: x.flatten(1))),
-    file_case("four dimensions", r"\[seq, A\+1, H\]", hidden_states=states(lambda x: x[None])),
-    file_case("a scalar", r"hidden_states \[\]", hidden_states=torch.tensor(1.0)),
     file_case("one position fewer", r"for \d+ tokens", hidden_states=states(lambda x: x[:-1])),
-    file_case("no positions", r"hidden_states \[0, 4, 16\] for \d+ tokens", hidden_states=states(lambda x: x[:0])),
     file_case(
         "other tokens",
         "other tokens than the dataset's row, first at position 0",
         token_ids=lambda t: t["token_ids"] + 1,
     ),
-    file_case(
-        "last token another",
-        "first at position",
-        token_ids=lambda t: torch.cat([t["token_ids"][:-1], t["token_ids"][-1:] + 1]),
-    ),
     file_case("fewer tokens", r"for \d+ tokens", token_ids=lambda t: t["token_ids"][:-1]),
     file_case(
         "fp8 without scales", "fp8 states without hidden_states_scales", hidden_states=states(lambda x: x.to(FP8))
-    ),
-    file_case(
-        "zero scale",
-        "expected positive numbers",
-        hidden_states=states(lambda x: x.to(FP8)),
-        hidden_states_scales=lambda t: torch.zeros(len(t["token_ids"]), 1, 1),
-    ),
-    file_case(
-        "negative scale",
-        "expected positive numbers",
-        hidden_states=states(lambda x: x.to(FP8)),
-        hidden_states_scales=lambda t: -torch.ones(len(t["token_ids"]), 1, 1),
     ),
     file_case(
         "nan scale",
@@ -235,27 +194,11 @@ FLIPS = [
 ]
 
 RECORDS = [
-    train_case(
-        "record is null", "data_config.json: holds null, and must hold an object", replaced("data_config.json", b"null")
-    ),
-    train_case(
-        "record is a list",
-        "data_config.json: holds a list, and must hold an object",
-        replaced("data_config.json", b"[1, 2]"),
-    ),
-    train_case("record is empty", "data_config.json: not JSON", replaced("data_config.json", b"")),
     train_case("record is cut off", "data_config.json: not JSON", replaced("data_config.json", b'{"model": {"target')),
-    train_case("record is no text", "data_config.json: not JSON", replaced("data_config.json", b"\xff\xfe\x00")),
-    train_case("record nested 5000 deep", "data_config.json: not JSON", replaced("data_config.json", b"[" * 5000)),
     train_case("model is a string", "data_config.json: model='qwen', expected an object", recorded(model="qwen")),
-    train_case("model is a list", "data_config.json: model=.*expected an object", recorded(model=[1])),
     train_case("hidden_states is a number", "data_config.json: hidden_states=3", recorded(hidden_states=3)),
     train_case("layer ids are a string", "hidden_states.layer_ids='1234'", recorded(hidden_states__layer_ids="1234")),
-    train_case(
-        "layer ids are floats", "hidden_states.layer_ids=", recorded(hidden_states__layer_ids=[1.0, 2.0, 3.0, 4.0])
-    ),
     train_case("a negative layer id", "hidden_states.layer_ids=", recorded(hidden_states__layer_ids=[-1, 2, 3, 4])),
-    train_case("layer ids are null", "hidden_states.layer_ids=None", recorded(hidden_states__layer_ids=None)),
     train_case(
         "fewer layer ids than slots",
         r"layer_ids=\[1, 4\]: 2 layers, but the files",
@@ -288,22 +231,9 @@ RECORDS = [
     ),
     train_case("fingerprint is a number", "model.fingerprint=7, expected a string", recorded(model__fingerprint=7)),
     train_case(
-        "path is a number", "model.target_model_path=7, expected a string", recorded(model__target_model_path=7)
-    ),
-    train_case(
         "split of other words",
         "data_config.json: data.split={'a': 1}, expected numbers of rows.*Make the folder again",
         recorded(data__split={"a": 1}),
-    ),
-    train_case(
-        "split is negative",
-        "data_config.json: data.split={'train': -1, 'val': 9}, expected numbers of rows.*Make the folder again",
-        recorded(data__split={"train": -1, "val": 9}),
-    ),
-    train_case(
-        "split is a list",
-        "data_config.json: data.split=\\[7, 1\\], expected numbers of rows.*Make the folder again",
-        recorded(data__split=[7, 1]),
     ),
     train_case(
         "features are of another verifier",
@@ -351,7 +281,6 @@ EXTRACTION = [
         extract([1, 2, 3], [4, 3000, 5]),
         "row 1 has token id 3000, the verifier has 64.*tokenizer",
     ),
-    Case("extract_features: the first id beyond", extract([64]), "row 0 has token id 64, the verifier has 64"),
     Case("extract_features: a negative id", extract([3, -5]), "row 0 has token id -5"),
     Case(
         "folder without rows",

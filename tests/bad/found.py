@@ -5,12 +5,10 @@ import os
 import shutil
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
 from speculators_nb.features.feature_rows import read_features
-from speculators_nb.nn.draft_vocabulary import load_vocab_mapping
 
 from .harness import GOOD, RELEASE, Case
 
@@ -183,15 +181,6 @@ CASES = [
         )
     ),
     Case(
-        "vocab mapping of another verifier",
-        lambda folder: load_vocab_mapping(folder, 2, 4),
-        r"\(t2d-2.npy, d2t-2.npy\): t2d has shape \(3,\)",
-        {
-            "t2d-2.npy": lambda path: np.save(path, np.ones(3, bool)),
-            "d2t-2.npy": lambda path: np.save(path, np.zeros(2, np.int64)),
-        },
-    ),
-    Case(
         "verifier: a config of 6 GB",
         "regenerate {here}/talks.jsonl {here}/a.jsonl --verifier {here}/new",
         "new/generation_config.json: has 6,442,450,944 bytes",
@@ -322,11 +311,6 @@ CASES = [
         for name, key in (("optimizer.pt", "param_groups"), ("rng_state.pth", "numpy"))
     ),
     Case(
-        "resume: weights of no tensor",
-        resumed(lambda c: save_file({}, c / "model.safetensors")),
-        "checkpoint '.*checkpoint-2' misses tensors: d2t, fc.weight",
-    ),
-    Case(
         "resume: weights with one tensor less",
         resumed(
             lambda c: save_file(
@@ -405,7 +389,7 @@ CASES = [
             ("a negative length", {"summary": SUMMARY.replace("3.0", "-1")}, "run/summary.csv, row 1: mean_length=-1"),
             (
                 "an infinite length",
-                {"summary": SUMMARY.replace("3.0", "1e999")},
+                {"summary": SUMMARY.replace("3.0", "inf")},
                 "run/summary.csv, row 1: mean_length=inf",
             ),
             (
@@ -419,7 +403,6 @@ CASES = [
                 "run/positions.csv: has no row; evaluate again",
             ),
             ("an empty table of positions", {"positions": ""}, "run/positions.csv: is no table"),
-            ("a table of nothing", {"summary": "\n\n\n"}, "run/summary.csv: is no table"),
         )
     ),
     Case(
@@ -521,12 +504,6 @@ CASES = [
         TALKS | {"new": copied(GOOD["tiny"], model__safetensors=memory)},
     ),
     Case(
-        "train: a recipe without a name for the features",
-        "train --recipe {here}/r.yaml",
-        "r.yaml: train.data_dir='': is empty; write something like features",
-        {"r.yaml": "train: {data_dir: '', output_dir: out, verifier: v}"},
-    ),
-    Case(
         "train: heads that no layer has",
         "train {features} {here}/d --verifier {here}/new",
         "no llama layers fit a verifier of hidden_size=16 and num_attention_heads=32, as in its config.json",
@@ -535,11 +512,6 @@ CASES = [
                 GOOD["verifier"], config__json=config(GOOD["verifier"], num_attention_heads=32, num_key_value_heads=1)
             )
         },
-    ),
-    Case(
-        "serve: a drafter for a verifier",
-        "serve {drafter} --verifier {drafter}",
-        "eagle3: is a drafter .speculators_model_type='eagle3'.; name the verifier that it was trained for",
     ),
     Case(
         "serve: a drafter of no algorithm",
@@ -566,18 +538,10 @@ CASES = [
         )
         for name, put in (("that is a folder", Path.mkdir), ("that divides", "{{ 1 // 0 }}"))
     ),
-    *(
-        Case(
-            f"resume: a config {name}",
-            resumed(lambda c, text=text: (c / "config.json").write_bytes(text)),
-            "checkpoint-2/config.json: ",
-        )
-        for name, text in (
-            ("that is empty", b""),
-            ("that is cut off", b'{"a": 1'),
-            ("of no text", b"\xff"),
-            ("of a list", b"[]"),
-        )
+    Case(
+        "resume: a config that is cut off",
+        resumed(lambda c: (c / "config.json").write_text('{"a": 1')),
+        "checkpoint-2/config.json: ",
     ),
     Case(
         "stitch-mtp: a verifier without tensors",
