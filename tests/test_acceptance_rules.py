@@ -374,6 +374,14 @@ def test_typical_takes_the_longest_then_likeliest_path():
     assert typical(0.3, 0.09).decide(tree, laws) == ([1, 3], 0)
     assert typical(0.001, 1.0).decide(tree, laws)[0] == [1, 3, 4]  # less is asked for
     assert typical(0.6, 1.0).decide(tree, laws) == ([], 0)  # more than the first two have
+    assert typical(0.9, 0.0).decide(tree, laws)[0] == [1, 3, 4]  # nothing is asked for
+
+
+def test_typical_asks_for_a_share_of_the_perplexity():
+    "p > delta exp(-H): of equally likely tokens with delta 1 none, below it each."
+    tree, laws = TokenTree.chain([2]), torch.full((2, 4), 0.25)
+    assert typical(1.0, 0.99).decide(tree, laws)[0] == [0]
+    assert typical(1.0, 1.01).decide(tree, laws)[0] == []
 
 
 def walk_of_fly(accepted, in_doubt, window):

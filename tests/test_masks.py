@@ -69,11 +69,12 @@ def test_algebra_is_that_of_the_dense_masks(ids, window):
     L = len(ids)
     a, b = same_document(torch.tensor(ids)), sliding_window(window)
     A, B = a.dense(L, L), b.dense(L, L)
-    assert (
-        torch.equal((a & b).dense(L, L), A & B)
-        and torch.equal((a | b).dense(L, L), A | B)
-        and torch.equal((~a).dense(L, L), ~A)
-    )
+    bare = replace(b, ranges=None)  # as a mask of one's own
+    joined = [(a & b, A & B), (a | b, A | B), (~a, ~A)]
+    for x, y in ((a, bare), (bare, a)):
+        joined += [(x & y, A & B), (x | y, A | B)]
+    for mask, dense in joined:
+        assert torch.equal(mask.dense(L, L), dense) and torch.equal(mask.blocks(L, L, 1).allowed, dense.long())
     assert torch.equal((~(a & b)).dense(L, L), (~a | ~b).dense(L, L))
 
 

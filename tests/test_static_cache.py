@@ -93,21 +93,23 @@ def test_a_step_has_one_shape():
     assert [g.prompt + g.tokens for g in done] == answers
 
 
-def test_wider_proposals_find_place():
-    "A prompt lookup proposes nothing, then more and more; the text nearly fills the buffers."
+@pytest.mark.parametrize("repeats", [[1], [1, 4]])
+def test_wider_proposals_find_place(repeats):
+    "A prompt lookup proposes nothing, then more and more; the longest text nearly fills the buffers."
     v = verifier("llama")
     v.static = None
     ids = [5, 6, 7, 8, 5, 6]
+    asked = [n * ids for n in repeats]
 
     class Growing(NgramDrafter):
         def propose(self, tokens, features, k, sampling):
             n = 3 * (len(tokens) - len(ids))
             return TokenTree(tokens.new_full((n,), 9), torch.full((n,), -1))
 
-    plain = generate(v, NoDrafter(), ids, k=0, max_new_tokens=50)
-    done = generate(v, Growing(), ids, k=4, max_new_tokens=50, kv_cache="static")
-    assert done.tokens == plain.tokens
-    assert len(widths(v)) < len(done.steps) and v.static.slots > 64  # it grew, and began anew
+    plain = generate(v, NoDrafter(), asked, k=0, max_new_tokens=50)
+    done = generate(v, Growing(), asked, k=4, max_new_tokens=50, kv_cache="static")
+    assert [g.tokens for g in done] == [g.tokens for g in plain]
+    assert len(widths(v)) < len(done[0].steps) and v.static.slots > 64  # it grew, and began anew
 
 
 def test_buffers_are_used_again_and_kept_clean():
