@@ -397,7 +397,7 @@ class SpeculatorModel(ClassRegistryMixin, PreTrainedModel):
         self.load_state_dict(state, strict=False)
 
     def saved_state(self, state_dict: Tensors | None = None) -> Tensors:
-        "What a checkpoint holds of the model's state, or of this one: everything but the verifier's."
+        "What a checkpoint holds of the model's state, or of this one: all but what `not_saved` names."
         state = merged_state(self, state_dict or self.state_dict())
         return {n: w for n, w in state.items() if not n.startswith(self.not_saved)}
 
