@@ -379,7 +379,7 @@ class Experiment:
         ax.set(xlabel=factor, ylabel=f"mean acceptance length, K = {k}")
         best = table.groupby("value").length.mean()
         found = f"{best.idxmax()} is longest: {best.max():.2f} tokens a step"
-        first = table.groupby("setting").length.mean().idxmax()
+        first = str(table.groupby("setting").length.mean().idxmax())
         behind = differences(self.counts, first, k).query("measure == @LENGTH")
         if (behind.high >= 0).any():
             found = f"None is ahead beyond the intervals: {best.min():.2f} to {best.max():.2f}"

@@ -130,9 +130,9 @@ def mtp_supervision(
     loss_mask: Tensor,  # [L] bool
     document_ids: Tensor,  # [L], -1 padding
     steps: int,  # K
-    cross_document: bool = False,  # True: as upstream, across documents, without the last rows
-) -> Tensor:  # [K, L] bool: row t carries loss at step s, where its target is token t+2+s
-    "Rows that carry loss at each step."
+    cross_document: bool = False,  # True: as upstream, across documents, without the last ones
+) -> Tensor:  # [K, L] bool: position t carries loss at step s; its target is token t+2+s
+    "Positions that carry loss at each step."
     supervised = ttt_supervision(loss_mask, document_ids, steps + 2, cross_document)[2:]
     if cross_document:
         supervised[:, max(0, upstream_rows(len(loss_mask), steps)) :] = False
@@ -140,8 +140,8 @@ def mtp_supervision(
 
 
 def upstream_rows(length: int, steps: int) -> int:  # L, K -> rows of upstream's logits
-    """Upstream computes the same rows at every step: those whose last target is still in the
-    row."""
+    """Upstream computes the same positions at every step: those whose last target is still in
+    the row."""
     return length - min(steps, max(0, length - 2)) - 1
 
 
@@ -149,7 +149,7 @@ def prefix_rows(
     supervised: Tensor,  # [K, L] bool
     document_ids: Tensor,  # [L]
 ) -> Tensor:  # [K, L] bool
-    """Rows that must be computed at a step: each document up to its last row that carries loss
+    """Positions that must be computed at a step: each document up to its last that carries loss
     in that step or later, because these attend to all before them."""
     later = supervised.int().flip(0).cummax(0).values.flip(0).bool()
     run = torch.unique_consecutive(document_ids, return_inverse=True)[1].expand_as(later)
@@ -358,7 +358,7 @@ class MTPDraftModel(SpeculatorModel):
         input_ids: Tensor,  # [N] the tokens that follow
         positions: Tensor,  # [N] of the states
     ) -> Tensor:  # [N], -1: its embedding is not read
-        "In some families the row at position 0 reads zeros instead of an embedding."
+        "In some families position 0 reads zeros instead of an embedding."
         if not self.mtp_layers[0].family.masks_first:
             return input_ids
         return torch.where(positions == 0, -1, input_ids)
@@ -402,7 +402,7 @@ class MTPDraftModel(SpeculatorModel):
         impl: str = "sdpa",  # of `attention`
         length: int | None = None,  # of the text, as in `Rotary.forward`
     ) -> list[Tensor]:  # K tensors [L', H]
-        "The definition: every row at every step."
+        "The definition: every position at every step."
         rows = len(row.input_ids)
         mask = self.mask(self.layers[0].window, row.document_ids)
         outputs = []
@@ -424,7 +424,7 @@ class MTPDraftModel(SpeculatorModel):
         impl: str = "blocked",  # of `prefix_attention`
         length: int | None = None,  # of the text, as in `Rotary.forward`
     ) -> list[Tensor]:  # K tensors [N_s, H]: the rows of each step that carry loss
-        "The same for the rows that carry loss, and those that they attend to."
+        "The same at the positions that carry loss, and those that they attend to."
         steps, device = len(carries_loss), row.input_ids.device
         needed = [wanted.nonzero()[:, 0] for wanted in prefix_rows(carries_loss, documents)]
         if impl == "flex":
@@ -465,7 +465,7 @@ class MTPDraftModel(SpeculatorModel):
         carries_loss: Tensor,  # [K, L'] bool, on the CPU
         impl: str = "blocked",  # of `prefix_attention`
     ) -> list[Tensor]:  # K tensors [N_s, H]: the rows of each step that carry loss
-        "The rows that carry loss, over the past of the first step."
+        "The positions that carry loss, over the past of the first step."
         steps = LeanSteps(self, carries_loss, row.document_ids, row.position_ids, impl)
         hidden, embeds = self.first_inputs(row.input_ids, row.hidden_states)
         outputs = []
@@ -504,7 +504,7 @@ class MTPDraftModel(SpeculatorModel):
         impl: str = "sdpa",  # of `attention`
         length: int | None = None,  # of the text, as in `Rotary.forward`; None: of this row
     ) -> list[Tensor]:  # K tensors [L-1, H]
-        "The definition: every row at every step."
+        "The definition: every position at every step."
         row = self.shifted(Row(input_ids, hidden_states, document_ids, position_ids))
         if as_served:
             return dense_hidden(self, *row, steps, impl)
@@ -716,7 +716,7 @@ class MTPStackModel(MTPDraftModel):
     def own_past_dense(
         self, row: Row, steps: int, impl: str = "sdpa", length: int | None = None
     ) -> list[Tensor]:  # K tensors [L', H], for the head
-        """Every row at every step, each document by itself; those of similar lengths run
+        """Every position at every step, each document by itself; those of similar lengths run
         together, so that less than half of what is computed is padding."""
         counts = torch.unique_consecutive(row.document_ids.cpu(), return_counts=True)[1]
         lengths = counts.tolist() or [0]
@@ -748,7 +748,7 @@ class MTPStackModel(MTPDraftModel):
         impl: str = "blocked",
         length: int | None = None,
     ) -> list[Tensor]:
-        "The rows that carry loss, of all that are computed."
+        "The positions that carry loss, of all that are computed."
         states = self.own_past_dense(row._replace(document_ids=documents), len(carries_loss))
         return [h[to_device(at, h.device)] for h, at in zip(states, carries_loss)]
 
