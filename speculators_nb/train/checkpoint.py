@@ -186,11 +186,12 @@ def check_ranks(seen: Mapping) -> None:
     rank at the same time. Errors: ValueError, on all of them, naming what one rank has otherwise than the first."""
     first, *others = (flat({**record, "run": None}) for record in gather_object([seen]))
     for rank, other in enumerate(others, 1):
-        changed = [f"{n} is {other.get(n)!r} there and {x!r} on rank 0" for n, x in first.items() if other.get(n) != x]
+        pairs = {name: (other.get(name), value) for name, value in first.items()}
+        changed = [f"{name} is {b!r} there and {a!r} on rank 0" for name, (b, a) in pairs.items() if a != b]
         if changed:
             raise ValueError(
-                f"rank {rank} has begun another run than rank 0: {'; '.join(changed)}. Give all ranks the same command, "
-                "and an output_dir and data that all of them see"
+                f"rank {rank} has begun another run than rank 0: {'; '.join(changed)}. Give all ranks the same "
+                "command, and an output_dir and data that all of them see"
             )
 
 
