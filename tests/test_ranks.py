@@ -21,7 +21,11 @@ from ranks.job import Job, processes_of, train_words
 from ranks.worker import SAVE, STEPS
 from safetensors.torch import load_file
 from sharded import as_torchrun_says, free_port
+from test_trainer import arguments, toy
+from test_trainer import samples as rows_of_toy
 from torch import distributed as dist
+
+from speculators_nb.train import trainer
 
 THREE = ["eagle", "peagle", "dflash"]  # noise; a subset of rollouts and gradients by rows; a subset of anchors
 FOUR = [*THREE, "dspark rnn"]  # whose worker trains it by Muon too
@@ -123,6 +127,40 @@ def test_a_run_continues_on_another_number_of_ranks(runs, place):
     assert logs[0].tolist() == pytest.approx(logs[1].tolist(), rel=1e-6)
     record = json.loads((cut / f"checkpoint-{STEPS}/run.json").read_text())
     assert (record["world_size"], record["rows_in_step"], record["gradient_accumulation_steps"]) == (1, 4, 2)
+
+
+def test_ranks_that_begin_other_runs_are_told(tmp_path):
+    "Data, arguments or a checkpoint of its own on one rank: not a hang, and no weights that drift apart."
+    given = dict(max_steps=2, save_strategy="steps", save_steps=1, eval_strategy="no", load_best_model_at_end=False)
+    port, folder, new = free_port(), tmp_path / "all see it", dict(place=tmp_path / "new")
+    cases = {  # message -> what is given to the first rank, to the other
+        "data.rows is 3 there and 6 on rank 0": (new, new | dict(samples=3)),
+        "settings.learning_rate is 0.5 there and 0.01 on rank 0": (new, new | dict(learning_rate=0.5)),
+        "checkpoint is None there and 'checkpoint-1' on rank 0": ({}, dict(place=tmp_path / "of rank 1")),
+    }
+
+    def begin(samples=6, place=folder, **more):
+        args = arguments(place, **given | more, resume_from_checkpoint=True)
+        try:
+            return trainer.train(toy(), rows_of_toy(samples), None, args).state.global_step
+        except ValueError as e:
+            return str(e)
+
+    def run(rank):
+        as_torchrun_says(rank, 2, port)
+        given["max_steps"] = 1
+        told = [begin()]
+        given["max_steps"] = 2  # one step is left
+        told += [begin(**case[rank]) for case in cases.values()]
+        dist.destroy_process_group()
+        return told
+
+    ranks = [forked.ask(partial(run, rank)) for rank in (0, 1)]
+    for told in [answer() for answer in ranks]:
+        assert told[0] == 1
+        for words, message in zip(cases, told[1:], strict=True):
+            assert message.startswith(f"rank 1 has begun another run than rank 0: {words}"), message
+            assert message.endswith("an output_dir and data that all of them see")
 
 
 # ---- a job of the command

@@ -666,6 +666,9 @@ def test_resume_without_checkpoint_starts_anew(tmp_path):
         (dict(early_stopping_patience=1, eval_strategy="no"), "needs evaluations"),
         (dict(torch_compile=True), "torch_compile=True: compiling takes minutes on a CPU"),
         (dict(torch_compile_mode="default"), "torch_compile_mode='default': compiling .*; leave it out"),
+        (dict(ignore_data_skip=True), "ignore_data_skip=True is not supported: .* would be trained again"),
+        (dict(accelerator_config=dict(split_batches=True)), "accelerator_config: split_batches=True: .* leave it out"),
+        (dict(accelerator_config=dict(dispatch_batches=True)), "accelerator_config: dispatch_batches=True: .*row"),
     ],
 )
 def test_arguments_without_meaning_are_refused(tmp_path, monkeypatch, kwargs, message):

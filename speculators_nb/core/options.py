@@ -786,7 +786,7 @@ RULES |= switches(
     """dedup shuffle allow_urls overwrite dry_run resume trust_remote_code trust_features link run ngram as_engine
     baseline train_reasoning train_tool_calls bf16 fsdp layernorms fusion_bias embed_requires_grad norm_before_residual
     fc_norm norm_before_fc norm_output fresh_head verifier_norm tie_weights inputs_hidden_states_normalized ce_from_data
-    logging_first_step load_best_model_at_end eval_on_start ignore_data_skip full_determinism use_cpu torch_compile
+    logging_first_step load_best_model_at_end eval_on_start full_determinism use_cpu torch_compile
     dataloader_pin_memory dataloader_persistent_workers dataloader_in_order push_to_hub skip_memory_metrics
     remove_unused_columns save_on_each_node log_on_each_node restore_callback_states_from_checkpoint
     enable_jit_checkpoint hub_always_push eval_use_gather_object do_train do_eval do_predict"""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from transformers import EarlyStoppingCallback, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, TrainOutput, sort_checkpoints
@@ -37,6 +38,7 @@ from .run_record import (
     accumulation,
     data_record,
     differences,
+    flat,
     layers_record,
     read_record,
     run_changes,
@@ -179,6 +181,20 @@ def check_same_run(checkpoint: str | os.PathLike, record: Mapping, config: Any) 
         )
 
 
+def check_ranks(seen: Mapping) -> None:
+    """Compare what the ranks have before they train: the record of the run, and what they found to resume. On every
+    rank at the same time. Errors: ValueError, on all of them, naming what one rank has otherwise than the first."""
+    first, *others = (flat({**record, "run": None}) for record in gather_object([seen]))
+    for rank, other in enumerate(others, 1):
+        pairs = {name: (other.get(name), value) for name, value in first.items()}
+        changed = [f"{name} is {b!r} there and {a!r} on rank 0" for name, (b, a) in pairs.items() if a != b]
+        if changed:
+            raise ValueError(
+                f"rank {rank} has begun another run than rank 0: {'; '.join(changed)}. Give all ranks the same "
+                "command, and an output_dir and data that all of them see"
+            )
+
+
 def close_progress_bars(trainer: Trainer) -> None:
     "So that an error message begins on a line of its own. The lower bar is closed first."
     for callback in trainer.callback_handler.callbacks:
@@ -241,9 +257,13 @@ class WholeCheckpoints(Trainer):
         already, where a checkpoint is incomplete, or where it belongs to a run with other settings or data."""
         folder, record = self.args.output_dir, self.run_record()
         check_output_dir(folder, getattr(self.args, "overwrite", False), resume_from_checkpoint)
-        checkpoint = None
+        checkpoint, seen = None, dict(record)
         if resume_from_checkpoint:
             checkpoint = self._checkpoint(resume_from_checkpoint, record)
+            seen["checkpoint"] = checkpoint and Path(checkpoint).name
+            seen["finished"] = "finished" in read_record(folder)
+        check_ranks(seen)
+        if resume_from_checkpoint:
             result = self._result_of(checkpoint)
             if result is not None:
                 return result

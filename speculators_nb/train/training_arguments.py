@@ -52,6 +52,10 @@ NOT_SUPPORTED = {  # field -> why, and what to do
     ),
     "deepspeed": LAUNCHER["deepspeed"],
     "fp16": ("drafters are trained in bfloat16 or float32, whose gradients need no loss scaler; use bf16=True"),
+    "ignore_data_skip": (
+        "rows of an epoch would be trained again, and others not at all; leave it out, a resume finds its place "
+        "without reading a row"
+    ),
     "save_only_model": ("such a checkpoint cannot be resumed; leave it out, the drafter itself is saved at the end"),
 }
 
@@ -240,6 +244,12 @@ class SpeculatorTrainingArguments(TrainingArguments):
         sharded, self.fsdp = self.fsdp, False  # accelerate's own road is not taken
         super().__post_init__()
         self.fsdp, self.fsdp_config = sharded, {}
+        for name in ("split_batches", "dispatch_batches"):
+            if getattr(self.accelerator_config, name):
+                raise ValueError(
+                    f"accelerator_config: {name}=True: a batch is one packed row, which each rank reads itself; "
+                    "leave it out"
+                )
         check_sharding(self)
         check_shared_rows(self)
         check_loggers(self.loggers)
