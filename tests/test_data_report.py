@@ -114,8 +114,9 @@ def test_questions_that_were_trained_on_are_warned_of(tmp_path, caplog):
 def test_nothing_is_trained(tmp_path):
     made = prepared(tmp_path / "p", [talk("2 + 2?")])
     Dataset.from_dict({"input_ids": [[5, 6]], "loss_mask": [[0, 0]], "seq_len": [2]}).save_to_disk(tmp_path / "q")
-    (tmp_path / "q/data_config.json").write_text(json.dumps({"model": made.config["model"]}))
-    assert DataReport(load_prepared(tmp_path / "q")).warnings[0].startswith("No token is trained")
+    for recorded in ({}, {"model": made.config["model"]}):  # upstream records nothing
+        (tmp_path / "q/data_config.json").write_text(json.dumps(recorded))
+        assert DataReport(load_prepared(tmp_path / "q")).warnings[0].startswith("No token is trained")
 
 
 def test_what_is_first_on_a_page_and_what_is_escaped():

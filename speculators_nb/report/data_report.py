@@ -103,7 +103,7 @@ def coverage(prepared: Prepared) -> pd.DataFrame:
     counts = np.array(sorted(train.values(), reverse=True), float)
     order = sorted(train, key=lambda token: (-train[token], token))
     known = prepared.config.get("model", {}).get("vocab_size") or 0
-    full = max(known, len(order))
+    full = max(known, len(order), 1)
     sizes = [size for size in (1 << k for k in range(9, 18)) if size < full] + [full]
     table = pd.DataFrame(index=pd.Index(sizes, name="draft vocabulary"))
     table["train"] = [counts[:size].sum() / max(counts.sum(), 1) for size in sizes]
