@@ -251,11 +251,16 @@ def read_prompts(
 
 def encode_prompt(prompt: Prompt, tokenizer: Any) -> list[int]:
     "Token ids of a prompt, by the verifier's tokenizer. Errors: ValueError where its chat template fails."
-    if not prompt.messages:
+    from ..data.chat_template import in_parts, reads_parts_alone  # transformers
+
+    messages = prompt.messages
+    if not messages:
         return tokenizer(prompt.text)["input_ids"] if isinstance(prompt.text, str) else list(prompt.text or ())
+    if reads_parts_alone(tokenizer):
+        messages = in_parts(messages)
     try:
         encoding = tokenizer.apply_chat_template(
-            prompt.messages, tools=prompt.tools, add_generation_prompt=True, return_dict=True
+            messages, tools=prompt.tools, add_generation_prompt=True, return_dict=True
         )
         return encoding["input_ids"]
     except Exception as e:  # a template may raise anything
@@ -268,10 +273,6 @@ def encode_prompt(prompt: Prompt, tokenizer: Any) -> list[int]:
 
 def encode_prompts(prompts: list[Prompt], tokenizer: Any) -> list[list[int]]:
     "Token ids of each, for the decoder of this library. Errors: ValueError for the chat template."
-    from ..data.chat_template import check_template  # transformers
-
-    if any(p.messages for p in prompts):
-        check_template(tokenizer)
     return [encode_prompt(p, tokenizer) for p in prompts]
 
 
