@@ -26,6 +26,7 @@ from transformers import (
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
+from transformers.image_utils import load_image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from speculators_nb.data import images
@@ -34,6 +35,7 @@ from speculators_nb.data.chat_template import ChatTemplate
 from speculators_nb.data.images import (
     carry_mask,
     fetch_picture,
+    for_server,
     for_template,
     inputs_of,
     is_public,
@@ -175,6 +177,14 @@ def chats(folder):
                 {"role": "assistant", "content": "!"},
             ],
         },
+    ]
+
+
+def asked(*pictures, answer="Cat."):
+    parts = [{"type": "image", "path": f"pictures/{name}"} for name in pictures]
+    return [
+        {"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]},
+        {"role": "assistant", "content": answer},
     ]
 
 
@@ -327,7 +337,7 @@ def test_another_number_of_tokens_for_a_picture_is_another_folder(folder, prepar
         ({"type": "image", "path": "/etc/hostname"}, "lies outside"),
         ({"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}, "lies outside"),
         ({"type": "image", "path": "link.png"}, "lies outside"),
-        ({"type": "image", "path": "none.png"}, "no picture 'none.png'"),
+        ({"type": "image", "path": "none.png"}, "no such picture in .* as image_folder .'none.png'.$"),
         ({"type": "image", "url": "http://127.0.0.1:9/x.png"}, "fetched from the network"),
         ({"type": "image"}, "none left in 'images'"),
         ({"type": "video", "path": "a.mp4"}, "type 'video'"),
@@ -393,8 +403,78 @@ def test_pictures_of_datasets_and_pillow(tmp_path):
             store=tmp_path / "store",
         )
         assert pictures_of(messages)[0].getpixel((0, 0)) == (255, 0, 0)
-    with pytest.raises(ValueError, match="1 pictures more"):
+    with pytest.raises(ValueError, match="more pictures than the messages have places for .* .1 more.$"):
         resolve_images({"images": [data], "messages": [{"role": "user", "content": "x"}]}, tmp_path)
+
+
+def test_pictures_are_loaded_as_transformers_loads_them(tmp_path):
+    "Of any mode, turned by its EXIF data, from a file and from memory; a server is sent what it reads alike."
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (24, 40, 3)).astype(np.uint8))
+    turned = Image.Exif()
+    turned[images.ORIENTATION] = 6
+    transparent = noise.convert("RGBA")
+    transparent.putalpha(noise.convert("L"))
+    for name, picture, how, is_sent in (
+        ("a.jpg", noise, {}, True),
+        ("b.jpg", noise, {"exif": turned}, False),
+        ("c.jpg", noise.convert("CMYK"), {}, False),
+        ("d.png", noise.convert("P"), {}, False),
+        ("e.png", transparent, {}, False),
+        ("f.gif", noise, {"save_all": True, "append_images": [noise.rotate(180)]}, False),
+    ):
+        file = tmp_path / name
+        picture.save(file, **how)
+        theirs = np.array(load_image(str(file)))
+        kind, content = for_server(file)
+        assert (content == file.read_bytes()) == is_sent and kind == ("jpeg" if is_sent else "png")
+        sent = Image.open(io.BytesIO(content))
+        assert sent.mode == "RGB" and (np.array(sent) == theirs).all()
+        with Image.open(file) as opened:
+            for source in (name, opened):
+                chat = {"images": [source], "messages": [{"role": "user", "content": [{"type": "image"}]}]}
+                (ours,) = pictures_of(resolve_images(chat, tmp_path, store=tmp_path))
+                assert (np.array(ours) == theirs).all(), (name, source)
+
+
+def test_the_same_fault_of_many_pictures_is_one_line_of_the_report(folder, tmp_path):
+    (tmp_path / "pictures").mkdir()
+    content = (folder / "pictures/a.png").read_bytes()
+    for name in ("a.png", "b.png", "c.png"):
+        (tmp_path / "pictures" / name).write_bytes(content if name == "a.png" else content[: len(content) // 2])
+    chats = [asked(f"{name}.png", answer=name) for name in "abcxyz"]
+    for answer in ("one", "two"):
+        chats.append(asked("a.png", answer=answer))
+        chats[-1][0]["content"][-1]["text"] = f"Is <|image_pad|> read, {answer}?"
+    out = prepare_data(chats, folder / "qwen2_vl", tmp_path / "p", val_fraction=0, image_folder=tmp_path)
+    assert out.dropped["count"].to_dict() == {
+        f"no such picture in {str(tmp_path)!r}; pass the folder that the paths start from as image_folder": 3,
+        "the picture is damaged; save it again": 2,
+        "a text spells '<|image_pad|>', which stands for a picture; take it out": 2,
+    }
+    assert out.dropped["first"].tolist() == [
+        "conversation 3, message 0: 'pictures/x.png'",
+        f"conversation 1, {tmp_path}/pictures/b.png: image file is truncated",
+        "conversation 6, message 0",
+    ]
+
+
+def test_processes_that_read_pictures_do_not_wait_for_threads_of_their_parent(folder, tmp_path, monkeypatch):
+    "A child has none of them, and torch would wait for them without end; processors of torchvision compute with torch."
+    process = images.process
+
+    def process_alone(*arguments):
+        assert torch.get_num_threads() == 1
+        return process(*arguments)
+
+    monkeypatch.setattr(images, "process", process_alone)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        chats = [asked("b.png", answer=f"{i}") for i in range(8 * 64)]
+        out = prepare_data(chats, folder / "qwen2_vl", tmp_path / "p", image_folder=folder, num_proc=2)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(out) == len(chats)
 
 
 def test_which_conversations_hold_pictures():
@@ -414,7 +494,7 @@ def test_a_mask_is_carried_or_refused():
     assert carry_mask(mask, [1, 9, 2, 9, 2], [1, 8, 9, 9, 9, 8, 2, 8, 9, 9, 8, 2]).tolist() == [False] * 6 + [True] + [
         False
     ] * 4 + [True]
-    with pytest.raises(ValueError, match="1 of 2 trained tokens"):
+    with pytest.raises(ValueError, match="trained tokens are not in what the processor made of the text, .* .1 of 2.$"):
         carry_mask(mask, [1, 9, 2, 9, 2], [1, 9, 9, 2])
 
 
@@ -428,14 +508,6 @@ def test_a_mask_is_carried_over_turns_that_are_alike():
     assert mask.tolist() == [False] * 5 + [True] * 2
     mask = carry_mask(np.array([0, 1, 1, 1, 1, 1], bool), [1, 2, 4, 9, 5, 3], [1, 2, 4, 9, 9, 5, 3])
     assert mask.tolist() == [False, True, True, False, False, True, True]
-
-
-def asked(*pictures, answer="Cat."):
-    parts = [{"type": "image", "path": f"pictures/{name}"} for name in pictures]
-    return [
-        {"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]},
-        {"role": "assistant", "content": answer},
-    ]
 
 
 def test_the_same_question_of_several_pictures(folder, tmp_path):

@@ -15,7 +15,7 @@ from ..core.concurrency import Breaker, concurrently
 from ..core.files import DiskError
 from ..core.http_client import EndpointError
 from ..core.options import check_options
-from ..data.images import FORMATS, open_picture, picture_file
+from ..data.images import for_server, picture_file
 from ..jobs.ranks import shard
 from ..jobs.servers import addresses_of
 from ..jobs.shared_output import share_writer
@@ -32,10 +32,8 @@ def _inline(part):
     path = picture_file(part)
     if path is None:
         return part
-    with open_picture(path, str(path)) as picture:
-        kind = picture.format.lower() if picture.format in FORMATS else "jpeg"
-    data = base64.b64encode(path.read_bytes()).decode()
-    return part | {"image_url": {"url": f"data:image/{kind};base64,{data}"}}
+    kind, content = for_server(path)
+    return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{base64.b64encode(content).decode()}"}}
 
 
 def more_than_text(row: dict) -> list | None:
