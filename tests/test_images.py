@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 from packaging.version import Version
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -45,11 +46,16 @@ from speculators_nb.data.images import (
     process,
     public_addresses,
     resolve_images,
+    row_inputs,
     shown_address,
 )
 from speculators_nb.data.prepare import prepare_data
 from speculators_nb.data.prepared_folder import load_prepared
+from speculators_nb.evaluate import load
+from speculators_nb.evaluate.prompts import encode_each, prompt_of, read_prompts
+from speculators_nb.features.extraction import HiddenStatesClient
 from speculators_nb.features.feature_folder import FeatureDataset
+from speculators_nb.features.from_server import chat_request
 from speculators_nb.features.in_process import LiveFeatures, extract_features
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.train.train_drafter import train_drafter
@@ -484,9 +490,78 @@ def test_which_conversations_hold_pictures():
         ({"image": "a.png", "messages": [said]}, [""]),
         ({"messages": [said, said | {"content": parts}]}, ["message 1"]),
         ({"images": [], "messages": [said | {"content": parts[:1]}]}, []),
-        ({"input_ids": [1], "loss_mask": [1], "images": ["x"]}, []),
+        ({"input_ids": [1], "loss_mask": [1], "images": [], "messages": [said]}, []),
     ):
         assert read_conversation(row).pictured == places
+
+
+def test_tokens_without_their_pictures_are_refused(folder, prepared, tmp_path):
+    "As `regenerate` writes them, with what a server answered to pictures; and those of a prepared folder."
+    ids = {"input_ids": [1], "loss_mask": [1]}
+    for row in (ids | {"images": ["x"]}, ids | {"messages": asked("a.png")}):
+        with pytest.raises(ValueError, match="is tokenised, and has pictures, which would be lost"):
+            read_conversation(row)
+    out = prepare_data(folder / "prepared", folder / "qwen2_vl", tmp_path / "p", val_fraction=0)
+    assert len(out) == 1 and out.dropped["count"].tolist() == [3]
+
+
+def test_a_server_is_asked_for_a_row_with_pictures_as_it_was_rendered(folder, prepared, tmp_path):
+    "With its tools and the arguments of the template; the pictures are inside."
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    chat = {"messages": asked("a.png"), "tools": tools}
+    kwargs = {"enable_thinking": False}
+    out = prepare_data(
+        [chat, [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]],
+        folder / "qwen2_vl",
+        tmp_path / "p",
+        shuffle=False,
+        val_fraction=0,
+        image_folder=folder,
+        template_kwargs=kwargs,
+    )
+    content = base64.b64encode((folder / "pictures/a.png").read_bytes()).decode()
+    inside = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}}
+    question, answer = asked("a.png")
+    question["content"][0] = inside
+    request = chat_request(out.rows)
+    assert request(0) == {
+        "messages": [question, answer],
+        "tools": tools,
+        "tool_choice": "none",
+        "chat_template_kwargs": kwargs,
+    }
+    assert request(1) is None and chat_request(prepared.rows)(0).keys() == {"messages"}
+
+    client, sent = object.__new__(HiddenStatesClient), []
+    client.model, client._post = "m", lambda path, body: sent.append((path, body)) or ({}, [1, 2])
+    client._post_row("name", [1, 2], request(0))
+    ((path, body),) = sent
+    assert path == "/v1/chat/completions" and not body["add_generation_prompt"] and request(0).items() <= body.items()
+
+
+def test_prompts_with_pictures_are_for_a_server(folder, tmp_path):
+    "Held-out ones; this library's decoder would read their placeholders, and no picture."
+    chats = [asked("a.png", answer="1"), asked("b.png", answer="2")]
+    prepare_data(chats, folder / "qwen2_vl", tmp_path / "p", image_folder=folder, val_fraction=0.5)
+    (prompt,) = read_prompts(tmp_path / "p/heldout.jsonl")
+    tokenizer = load_processor(folder / "qwen2_vl").tokenizer
+    (refused,) = encode_each([prompt], tokenizer)
+    assert "a prompt has pictures, which are read by a server alone" in str(refused)
+    (message,) = load._as_sent(prompt.messages)
+    assert message["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
+    elsewhere = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x.org/a.png"}}]}]
+    assert load._as_sent(elsewhere) == elsewhere
+    assert prompt_of({"input_ids": [1, 2], "messages": elsewhere}).messages == elsewhere
+
+
+def test_messages_that_a_table_holds_as_text(folder, prepared):
+    "As upstream's library writes them: the pictures in them are read."
+    row = prepared.rows.with_format(None)[0]
+    table = Dataset.from_list([row | {"messages": json.dumps(row["messages"])}])
+    processor = load_processor(folder / "qwen2_vl")
+    ours, theirs = row_inputs(table, processor)(0), row_inputs(prepared.rows, processor)(0)
+    assert ours.keys() == theirs.keys() and (ours["pixel_values"] == theirs["pixel_values"]).all()
+    assert chat_request(table)(0) == chat_request(prepared.rows)(0)
 
 
 def test_a_mask_is_carried_or_refused():

@@ -14,6 +14,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import httpx
@@ -26,7 +27,7 @@ from ..core.files import atomic_write
 from ..core.http_client import proxy_for, read_reply, time_left, time_limit
 from .chat_encoding import Rows, check_ids, read_conversation, token_mask
 from .chat_template import ALL, ChatTemplate, Trained, load_processor, merge_turns, texts_in, turns_of
-from .messages import BadRow, Conversation, check_text, in_a_spelling, tools_of
+from .messages import BadRow, Conversation, as_json, check_text, in_a_spelling, tools_of
 from .prepared_folder import config_of
 
 NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
@@ -178,7 +179,7 @@ def load_picture(file: Path) -> Image.Image:
 
 def for_server(file: Path) -> tuple[str, bytes]:
     """The kind (png, …) and the bytes of a picture's file for a server, which does not read EXIF data, and transparency
-    otherwise than transformers: as they are, or those of the picture that is `upright`. BadRow: as of `load_picture`."""
+    otherwise than transformers: as they are, or those of the picture `upright`. BadRow: as of `load_picture`."""
     with open_picture(file, str(file)) as picture:
         if picture.format in FORMATS and picture.mode == "RGB" and picture.getexif().get(ORIENTATION, 1) == 1:
             return picture.format.lower(), file.read_bytes()
@@ -200,6 +201,21 @@ def picture_file(part: dict) -> Path | None:
             "address; prepare the data again"
         )
     return Path(unquote(urlsplit(url).path))
+
+
+def with_pictures_inside(messages: list[dict]) -> list[dict]:
+    """Messages of `resolve_images` as a server takes them, which may not be able to read a picture's file: its bytes
+    are in a data: address. BadRow: as of `for_server`."""
+
+    def inside(part):
+        file = picture_file(part) if isinstance(part, dict) else None
+        if file is None:
+            return part
+        kind, content = for_server(file)
+        data = base64.b64encode(content).decode()
+        return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{data}"}}
+
+    return [m | {"content": [*map(inside, m["content"])]} if isinstance(m["content"], list) else m for m in messages]
 
 
 def _content(source, at, is_base64, allow_urls):
@@ -418,7 +434,7 @@ def inputs_of(row: dict, template: ChatTemplate) -> dict[str, torch.Tensor]:
     """What the verifier takes beside the ids of a row (input_ids, messages) of a prepared table, by the template that
     it was made with: its pictures, as tensors; empty: the row is text. ValueError if messages and ids do not belong
     together (other pictures, other processor)."""
-    messages = row.get("messages") or []
+    messages: Any = as_json(row.get("messages"), "messages") or []
     if not _parts(messages):
         return {}
     made = process(template(for_template(messages), tools_of(row))[0], messages, template.owner)
@@ -446,6 +462,7 @@ def row_inputs(dataset: Dataset, processor) -> Callable[[int], dict]:
 
     def inputs(i):
         row = table[i]
-        return inputs_of(row, template()) if _parts(row["messages"] or ()) else {}
+        messages: Any = as_json(row["messages"], "messages") or []  # text, where upstream's library wrote them
+        return inputs_of(row, template()) if _parts(messages) else {}
 
     return inputs
