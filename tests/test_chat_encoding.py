@@ -22,6 +22,7 @@ from speculators_nb.data.chat_encoding import (
 from speculators_nb.data.chat_template import ChatTemplate, turns_of
 from speculators_nb.data.messages import BadRow, normalize
 from speculators_nb.data.prepare import prepare
+from speculators_nb.evaluate.prompts import Prompt, encode_prompts
 from speculators_nb.lab.shipped import read_corpus, shipped_data
 
 MARKED = (
@@ -490,3 +491,21 @@ def test_control_tokens_in_tools_and_calls_are_counted(where):
     }
     data = prepare([{"messages": messages, "tools": tools}], tokenizer(QWEN), 2048)
     assert "'<|im_end|>' in 1 conversations" in data.info.description
+
+
+def test_a_template_that_reads_texts_in_parts_alone():
+    "LLaVA's and SmolVLM's way: transformers is given parts, and so is the template here, whatever the data write."
+    template = (
+        "{% for m in messages %}{{ m.role }}: {% for p in m.content | selectattr('type', 'equalto', 'text') %}"
+        "{% if m.role == 'assistant' %}{% generation %}{{ p.text }}<|im_end|>{% endgeneration %}{% else %}{{ p.text }}"
+        "{% endif %}{% endfor %}{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    messages = talk("Hi.", "Hello.", "And?", "Bye.")
+    parts = [m | {"content": [{"type": "text", "text": m["content"]}]} for m in messages]
+    for text in (template, re.sub(r"\{% (end)?generation %\}", "", template)):
+        tok = tokenizer(text)
+        theirs = tokenizer(template).apply_chat_template(parts, return_dict=True, return_assistant_tokens_mask=True)
+        for ours in (messages, parts):
+            assert encode(normalize(ours), tok) == [(theirs["input_ids"], theirs["assistant_masks"])]
+        prompt = tok.apply_chat_template(parts[:1], add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert encode_prompts([Prompt("all", messages=messages[:1])], tok) == [prompt]

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 from packaging.version import Version
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -26,6 +27,7 @@ from transformers import (
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
 )
+from transformers.image_utils import load_image
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from speculators_nb.data import images
@@ -34,6 +36,7 @@ from speculators_nb.data.chat_template import ChatTemplate
 from speculators_nb.data.images import (
     carry_mask,
     fetch_picture,
+    for_server,
     for_template,
     inputs_of,
     is_public,
@@ -43,11 +46,16 @@ from speculators_nb.data.images import (
     process,
     public_addresses,
     resolve_images,
+    row_inputs,
     shown_address,
 )
 from speculators_nb.data.prepare import prepare_data
 from speculators_nb.data.prepared_folder import load_prepared
+from speculators_nb.evaluate import load
+from speculators_nb.evaluate.prompts import encode_each, prompt_of, read_prompts
+from speculators_nb.features.extraction import HiddenStatesClient
 from speculators_nb.features.feature_folder import FeatureDataset
+from speculators_nb.features.from_server import chat_request
 from speculators_nb.features.in_process import LiveFeatures, extract_features
 from speculators_nb.models.base import SpeculatorModel
 from speculators_nb.train.train_drafter import train_drafter
@@ -175,6 +183,14 @@ def chats(folder):
                 {"role": "assistant", "content": "!"},
             ],
         },
+    ]
+
+
+def asked(*pictures, answer="Cat."):
+    parts = [{"type": "image", "path": f"pictures/{name}"} for name in pictures]
+    return [
+        {"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]},
+        {"role": "assistant", "content": answer},
     ]
 
 
@@ -327,7 +343,7 @@ def test_another_number_of_tokens_for_a_picture_is_another_folder(folder, prepar
         ({"type": "image", "path": "/etc/hostname"}, "lies outside"),
         ({"type": "image_url", "image_url": {"url": "file:///etc/hostname"}}, "lies outside"),
         ({"type": "image", "path": "link.png"}, "lies outside"),
-        ({"type": "image", "path": "none.png"}, "no picture 'none.png'"),
+        ({"type": "image", "path": "none.png"}, "no such picture in .* as image_folder .'none.png'.$"),
         ({"type": "image", "url": "http://127.0.0.1:9/x.png"}, "fetched from the network"),
         ({"type": "image"}, "none left in 'images'"),
         ({"type": "video", "path": "a.mp4"}, "type 'video'"),
@@ -393,8 +409,78 @@ def test_pictures_of_datasets_and_pillow(tmp_path):
             store=tmp_path / "store",
         )
         assert pictures_of(messages)[0].getpixel((0, 0)) == (255, 0, 0)
-    with pytest.raises(ValueError, match="1 pictures more"):
+    with pytest.raises(ValueError, match="more pictures than the messages have places for .* .1 more.$"):
         resolve_images({"images": [data], "messages": [{"role": "user", "content": "x"}]}, tmp_path)
+
+
+def test_pictures_are_loaded_as_transformers_loads_them(tmp_path):
+    "Of any mode, turned by its EXIF data, from a file and from memory; a server is sent what it reads alike."
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 255, (24, 40, 3)).astype(np.uint8))
+    turned = Image.Exif()
+    turned[images.ORIENTATION] = 6
+    transparent = noise.convert("RGBA")
+    transparent.putalpha(noise.convert("L"))
+    for name, picture, how, is_sent in (
+        ("a.jpg", noise, {}, True),
+        ("b.jpg", noise, {"exif": turned}, False),
+        ("c.jpg", noise.convert("CMYK"), {}, False),
+        ("d.png", noise.convert("P"), {}, False),
+        ("e.png", transparent, {}, False),
+        ("f.gif", noise, {"save_all": True, "append_images": [noise.rotate(180)]}, False),
+    ):
+        file = tmp_path / name
+        picture.save(file, **how)
+        theirs = np.array(load_image(str(file)))
+        kind, content = for_server(file)
+        assert (content == file.read_bytes()) == is_sent and kind == ("jpeg" if is_sent else "png")
+        sent = Image.open(io.BytesIO(content))
+        assert sent.mode == "RGB" and (np.array(sent) == theirs).all()
+        with Image.open(file) as opened:
+            for source in (name, opened):
+                chat = {"images": [source], "messages": [{"role": "user", "content": [{"type": "image"}]}]}
+                (ours,) = pictures_of(resolve_images(chat, tmp_path, store=tmp_path))
+                assert (np.array(ours) == theirs).all(), (name, source)
+
+
+def test_the_same_fault_of_many_pictures_is_one_line_of_the_report(folder, tmp_path):
+    (tmp_path / "pictures").mkdir()
+    content = (folder / "pictures/a.png").read_bytes()
+    for name in ("a.png", "b.png", "c.png"):
+        (tmp_path / "pictures" / name).write_bytes(content if name == "a.png" else content[: len(content) // 2])
+    chats = [asked(f"{name}.png", answer=name) for name in "abcxyz"]
+    for answer in ("one", "two"):
+        chats.append(asked("a.png", answer=answer))
+        chats[-1][0]["content"][-1]["text"] = f"Is <|image_pad|> read, {answer}?"
+    out = prepare_data(chats, folder / "qwen2_vl", tmp_path / "p", val_fraction=0, image_folder=tmp_path)
+    assert out.dropped["count"].to_dict() == {
+        f"no such picture in {str(tmp_path)!r}; pass the folder that the paths start from as image_folder": 3,
+        "the picture is damaged; save it again": 2,
+        "a text spells '<|image_pad|>', which stands for a picture; take it out": 2,
+    }
+    assert out.dropped["first"].tolist() == [
+        "conversation 3, message 0: 'pictures/x.png'",
+        f"conversation 1, {tmp_path}/pictures/b.png: image file is truncated",
+        "conversation 6, message 0",
+    ]
+
+
+def test_processes_that_read_pictures_do_not_wait_for_threads_of_their_parent(folder, tmp_path, monkeypatch):
+    "A child has none of them, and torch would wait for them without end; processors of torchvision compute with torch."
+    process = images.process
+
+    def process_alone(*arguments):
+        assert torch.get_num_threads() == 1
+        return process(*arguments)
+
+    monkeypatch.setattr(images, "process", process_alone)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        chats = [asked("b.png", answer=f"{i}") for i in range(8 * 64)]
+        out = prepare_data(chats, folder / "qwen2_vl", tmp_path / "p", image_folder=folder, num_proc=2)
+    finally:
+        torch.set_num_threads(threads)
+    assert len(out) == len(chats)
 
 
 def test_which_conversations_hold_pictures():
@@ -404,9 +490,78 @@ def test_which_conversations_hold_pictures():
         ({"image": "a.png", "messages": [said]}, [""]),
         ({"messages": [said, said | {"content": parts}]}, ["message 1"]),
         ({"images": [], "messages": [said | {"content": parts[:1]}]}, []),
-        ({"input_ids": [1], "loss_mask": [1], "images": ["x"]}, []),
+        ({"input_ids": [1], "loss_mask": [1], "images": [], "messages": [said]}, []),
     ):
         assert read_conversation(row).pictured == places
+
+
+def test_tokens_without_their_pictures_are_refused(folder, prepared, tmp_path):
+    "As `regenerate` writes them, with what a server answered to pictures; and those of a prepared folder."
+    ids = {"input_ids": [1], "loss_mask": [1]}
+    for row in (ids | {"images": ["x"]}, ids | {"messages": asked("a.png")}):
+        with pytest.raises(ValueError, match="is tokenised, and has pictures, which would be lost"):
+            read_conversation(row)
+    out = prepare_data(folder / "prepared", folder / "qwen2_vl", tmp_path / "p", val_fraction=0)
+    assert len(out) == 1 and out.dropped["count"].tolist() == [3]
+
+
+def test_a_server_is_asked_for_a_row_with_pictures_as_it_was_rendered(folder, prepared, tmp_path):
+    "With its tools and the arguments of the template; the pictures are inside."
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    chat = {"messages": asked("a.png"), "tools": tools}
+    kwargs = {"enable_thinking": False}
+    out = prepare_data(
+        [chat, [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]],
+        folder / "qwen2_vl",
+        tmp_path / "p",
+        shuffle=False,
+        val_fraction=0,
+        image_folder=folder,
+        template_kwargs=kwargs,
+    )
+    content = base64.b64encode((folder / "pictures/a.png").read_bytes()).decode()
+    inside = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{content}"}}
+    question, answer = asked("a.png")
+    question["content"][0] = inside
+    request = chat_request(out.rows)
+    assert request(0) == {
+        "messages": [question, answer],
+        "tools": tools,
+        "tool_choice": "none",
+        "chat_template_kwargs": kwargs,
+    }
+    assert request(1) is None and chat_request(prepared.rows)(0).keys() == {"messages"}
+
+    client, sent = object.__new__(HiddenStatesClient), []
+    client.model, client._post = "m", lambda path, body: sent.append((path, body)) or ({}, [1, 2])
+    client._post_row("name", [1, 2], request(0))
+    ((path, body),) = sent
+    assert path == "/v1/chat/completions" and not body["add_generation_prompt"] and request(0).items() <= body.items()
+
+
+def test_prompts_with_pictures_are_for_a_server(folder, tmp_path):
+    "Held-out ones; this library's decoder would read their placeholders, and no picture."
+    chats = [asked("a.png", answer="1"), asked("b.png", answer="2")]
+    prepare_data(chats, folder / "qwen2_vl", tmp_path / "p", image_folder=folder, val_fraction=0.5)
+    (prompt,) = read_prompts(tmp_path / "p/heldout.jsonl")
+    tokenizer = load_processor(folder / "qwen2_vl").tokenizer
+    (refused,) = encode_each([prompt], tokenizer)
+    assert "a prompt has pictures, which are read by a server alone" in str(refused)
+    (message,) = load._as_sent(prompt.messages)
+    assert message["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
+    elsewhere = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x.org/a.png"}}]}]
+    assert load._as_sent(elsewhere) == elsewhere
+    assert prompt_of({"input_ids": [1, 2], "messages": elsewhere}).messages == elsewhere
+
+
+def test_messages_that_a_table_holds_as_text(folder, prepared):
+    "As upstream's library writes them: the pictures in them are read."
+    row = prepared.rows.with_format(None)[0]
+    table = Dataset.from_list([row | {"messages": json.dumps(row["messages"])}])
+    processor = load_processor(folder / "qwen2_vl")
+    ours, theirs = row_inputs(table, processor)(0), row_inputs(prepared.rows, processor)(0)
+    assert ours.keys() == theirs.keys() and (ours["pixel_values"] == theirs["pixel_values"]).all()
+    assert chat_request(table)(0) == chat_request(prepared.rows)(0)
 
 
 def test_a_mask_is_carried_or_refused():
@@ -414,7 +569,7 @@ def test_a_mask_is_carried_or_refused():
     assert carry_mask(mask, [1, 9, 2, 9, 2], [1, 8, 9, 9, 9, 8, 2, 8, 9, 9, 8, 2]).tolist() == [False] * 6 + [True] + [
         False
     ] * 4 + [True]
-    with pytest.raises(ValueError, match="1 of 2 trained tokens"):
+    with pytest.raises(ValueError, match="trained tokens are not in what the processor made of the text, .* .1 of 2.$"):
         carry_mask(mask, [1, 9, 2, 9, 2], [1, 9, 9, 2])
 
 
@@ -428,14 +583,6 @@ def test_a_mask_is_carried_over_turns_that_are_alike():
     assert mask.tolist() == [False] * 5 + [True] * 2
     mask = carry_mask(np.array([0, 1, 1, 1, 1, 1], bool), [1, 2, 4, 9, 5, 3], [1, 2, 4, 9, 9, 5, 3])
     assert mask.tolist() == [False, True, True, False, False, True, True]
-
-
-def asked(*pictures, answer="Cat."):
-    parts = [{"type": "image", "path": f"pictures/{name}"} for name in pictures]
-    return [
-        {"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]},
-        {"role": "assistant", "content": answer},
-    ]
 
 
 def test_the_same_question_of_several_pictures(folder, tmp_path):

@@ -13,7 +13,17 @@ from datasets import Dataset, DatasetInfo, Features, Sequence, Value
 
 from ..core.files import atomic_folder
 from .chat_template import ALL, ChatTemplate, Spans, Trained, Turns, merge_turns, reach, turns_of
-from .messages import BadRow, Conversation, brief, check_text, domain_of, in_a_spelling, normalize, tools_of
+from .messages import (
+    BadRow,
+    Conversation,
+    brief,
+    check_text,
+    domain_of,
+    holds_pictures,
+    in_a_spelling,
+    normalize,
+    tools_of,
+)
 
 
 def read_conversation(row: dict | list | BadRow | Conversation, vocab_size: int | None = None) -> Conversation:
@@ -25,12 +35,17 @@ def read_conversation(row: dict | list | BadRow | Conversation, vocab_size: int 
         raise row
     columns = row if isinstance(row, dict) else {"messages": row}
     domain = domain_of(columns)
+    images = columns.get("images") or columns.get("image")
     if columns.get("input_ids") is not None:
+        if images or holds_pictures(columns.get("messages")):
+            raise BadRow(
+                "is tokenised, and has pictures, which would be lost; leave out input_ids and loss_mask, so that its "
+                "messages are tokenised with them"
+            )
         ids, mask = ready_row(columns, vocab_size)
         whole = columns.get("primary_id")  # as `regenerate` and upstream's regeneration write it
         primary_id = whole if whole and isinstance(whole, str) else None
         return Conversation(input_ids=ids, loss_mask=mask, domain=domain, primary_id=primary_id)
-    images = columns.get("images") or columns.get("image")
     return Conversation(normalize(columns), tools_of(columns), images, domain=domain)
 
 

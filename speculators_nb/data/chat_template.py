@@ -113,20 +113,31 @@ def without_video(kind: type) -> type:
     return type(kind.__name__, (kind,), {"check_argument_for_proper_class": check, "__module__": kind.__module__})
 
 
-def check_template(tokenizer) -> None:
-    "ValueError where the template leaves out the user's message: every question would be the same text."
+def reads_parts_alone(tokenizer, template: str | None = None) -> bool:
+    """Whether a chat template (None: the tokenizer's own) reads a text only where it is a part of a list, as those of
+    LLaVA and SmolVLM do. ValueError where it leaves out the user's message: every question would be the same text."""
     probe = "Is this read?"
-    question = [{"role": "user", "content": probe}]
-    try:
-        text = tokenizer.apply_chat_template(question, tokenize=False)
-    except Exception:  # it needs more than a question, or fails: rendering reports it
-        return
-    if probe.lower() not in text.lower():
-        raise ValueError(
-            f"verifier {tokenizer.name_or_path!r}: its chat template leaves out what a person "
-            f"says, it renders {text[:60]!r}; take the chat_template.jinja that belongs to the "
-            "model"
-        )
+    for content in (probe, [{"type": "text", "text": probe}]):
+        question = [{"role": "user", "content": content}]
+        try:
+            text = tokenizer.apply_chat_template(question, chat_template=template, tokenize=False)
+        except Exception:  # it needs more than a question, or fails: rendering reports it
+            return False
+        if probe.lower() in text.lower():
+            return content is not probe
+    raise ValueError(
+        f"verifier {tokenizer.name_or_path!r}: its chat template leaves out what a person "
+        f"says, it renders {text[:60]!r}; take the chat_template.jinja that belongs to the "
+        "model"
+    )
+
+
+def in_parts(messages: list[dict]) -> list[dict]:
+    "Messages whose texts are parts, for a template that `reads_parts_alone`."
+    return [
+        m | {"content": [{"type": "text", "text": m["content"]}]} if isinstance(m.get("content"), str) else m
+        for m in messages
+    ]
 
 
 MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -174,7 +185,7 @@ class ChatTemplate:
             self.backend.post_processor = processors.TemplateProcessing(single="$A", pair="$A $B", special_tokens=[])
         self.special = dict(self.tokenizer.special_tokens_map)
         self.control = ControlTokens(self.tokenizer)
-        check_template(self.tokenizer)
+        self.parts_alone = reads_parts_alone(self.tokenizer, self._text(None))
 
     def _text(self, tools):
         "The template's text; some tokenizers have one of their own for tools."
@@ -203,7 +214,7 @@ class ChatTemplate:
         marked = bool(MARK.search(text))
         with template_errors(self.name):
             rendered: Any = render_jinja_template(
-                conversations=[messages],
+                conversations=[in_parts(messages) if self.parts_alone else messages],
                 tools=None if tools is None else [*tools],
                 chat_template=text,
                 return_assistant_tokens_mask=marked,

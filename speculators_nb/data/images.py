@@ -14,19 +14,20 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import httpx
 import numpy as np
 import torch
 from datasets import Dataset
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ..core.files import atomic_write
 from ..core.http_client import proxy_for, read_reply, time_left, time_limit
 from .chat_encoding import Rows, check_ids, read_conversation, token_mask
-from .chat_template import ALL, ChatTemplate, Trained, load_processor, merge_turns, turns_of
-from .messages import Conversation, check_text, in_a_spelling, tools_of
+from .chat_template import ALL, ChatTemplate, Trained, load_processor, merge_turns, texts_in, turns_of
+from .messages import BadRow, Conversation, as_json, check_text, in_a_spelling, tools_of
 from .prepared_folder import config_of
 
 NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
@@ -119,7 +120,7 @@ def shown_address(address: str) -> str:
 
 
 def fetch_picture(address: str) -> bytes:
-    """Fetch from the public network (http, https). ValueError naming the address: one that is not public, a redirection
+    """Fetch from the public network (http, https). BadRow naming the address: one that is not public, a redirection
     that leads there or does not end, a status, the size, the time."""
     where = shown_address(address)
     try:
@@ -133,32 +134,58 @@ def fetch_picture(address: str) -> bytes:
                     address = str(url.join(reply.headers["location"]))
         raise ValueError(f"more than {HOPS} redirections")
     except httpx.TimeoutException:
-        raise ValueError(f"{where}: not there within {PICTURE_SECONDS:g} s") from None
+        raise BadRow(f"a picture is not there within {PICTURE_SECONDS:g} s", where) from None
     except (httpx.HTTPError, ValueError) as e:
-        why = str(e) or type(e).__name__
-        raise ValueError(f"{where}: {why}. Save the picture beside the data") from None
+        reason = "a picture cannot be fetched; save it beside the data"
+        raise BadRow(reason, where, str(e) or type(e).__name__) from None
+
+
+def upright(picture: Image.Image) -> Image.Image:
+    "A picture as RGB, turned as its EXIF data say; of an animation the first frame: as transformers loads one."
+    return ImageOps.exif_transpose(picture).convert("RGB")
 
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
+ORIENTATION = 0x0112  # EXIF's tag
 PIXELS: int = Image.MAX_IMAGE_PIXELS or 89_478_485  # 270 MB as RGB
 
 
 def open_picture(source: bytes | Path, where: str = "a picture") -> Image.Image:
     """Look at the header of a picture, its content or its file, which messages call `where`; it is not decoded, and its
-    `format` is one of FORMATS, or MPO (several JPEGs). ValueError: another format, too many pixels, or damaged."""
+    `format` is one of FORMATS, or MPO (several JPEGs). BadRow: another format, too many pixels, or damaged."""
     try:
         picture = Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
     except UnidentifiedImageError:
-        raise ValueError(
-            f"{where}: no picture in a format that is known; convert it to one of {', '.join(FORMATS)}"
-        ) from None
+        reason = f"no picture in a format that is known; convert it to one of {', '.join(FORMATS)}"
+        raise BadRow(reason, where) from None
     except Image.DecompressionBombError:
-        raise ValueError(f"{where}: more than {PIXELS} pixels; make it smaller") from None
+        raise BadRow(f"more than {PIXELS} pixels; make it smaller", where) from None
     except (OSError, ValueError, SyntaxError) as e:
-        raise ValueError(f"{where}: cannot be read ({e}); save it again") from None
+        raise BadRow("the picture cannot be read; save it again", where, str(e)) from None
     if picture.width * picture.height > PIXELS:
-        raise ValueError(f"{where}: {picture.width} x {picture.height} are more than {PIXELS} pixels; make it smaller")
+        size = f"{picture.width} x {picture.height}"
+        raise BadRow(f"more than {PIXELS} pixels; make it smaller", where, size)
     return picture
+
+
+def load_picture(file: Path) -> Image.Image:
+    "The picture in a file, `upright`. BadRow: it is missing, damaged, too large, or in a format that is not known."
+    with open_picture(file, str(file)) as picture:
+        try:
+            return upright(picture)
+        except Exception as e:  # of Pillow's decoders, which raise many kinds
+            raise BadRow("the picture is damaged; save it again", str(file), str(e)) from None
+
+
+def for_server(file: Path) -> tuple[str, bytes]:
+    """The kind (png, …) and the bytes of a picture's file for a server, which does not read EXIF data, and transparency
+    otherwise than transformers: as they are, or those of the picture `upright`. BadRow: as of `load_picture`."""
+    with open_picture(file, str(file)) as picture:
+        if picture.format in FORMATS and picture.mode == "RGB" and picture.getexif().get(ORIENTATION, 1) == 1:
+            return picture.format.lower(), file.read_bytes()
+    with io.BytesIO() as f:
+        load_picture(file).save(f, "PNG")
+        return "png", f.getvalue()
 
 
 def picture_file(part: dict) -> Path | None:
@@ -176,24 +203,40 @@ def picture_file(part: dict) -> Path | None:
     return Path(unquote(urlsplit(url).path))
 
 
+def with_pictures_inside(messages: list[dict]) -> list[dict]:
+    """Messages of `resolve_images` as a server takes them, which may not be able to read a picture's file: its bytes
+    are in a data: address. BadRow: as of `for_server`."""
+
+    def inside(part):
+        file = picture_file(part) if isinstance(part, dict) else None
+        if file is None:
+            return part
+        kind, content = for_server(file)
+        data = base64.b64encode(content).decode()
+        return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{data}"}}
+
+    return [m | {"content": [*map(inside, m["content"])]} if isinstance(m["content"], list) else m for m in messages]
+
+
 def _content(source, at, is_base64, allow_urls):
     "What a source holds or names: the bytes of a picture, fetched where an address is allowed, or its file."
     if isinstance(source, dict):  # as `datasets` stores pictures
         source = source.get("bytes") or source.get("path")
     if isinstance(source, Image.Image):
         with io.BytesIO() as f:
-            source.save(f, "PNG")
+            upright(source).save(f, "PNG")
             return f.getvalue()
     if isinstance(source, str) and (is_base64 or source.startswith("data:")):
         try:
             return base64.b64decode(source.split(",", 1)[-1], validate=True)
         except (binascii.Error, ValueError) as e:
-            raise ValueError(f"{at}: a picture's base64 is damaged ({e})") from None
+            raise BadRow("a picture's base64 is damaged", at, str(e)) from None
     if isinstance(source, str) and re.match(r"https?://", source):
         if not allow_urls:
-            raise ValueError(
-                f"{at}: the picture {shown_address(source)!r} would be fetched from the "
-                "network; save it beside the data, or pass allow_urls=True"
+            raise BadRow(
+                "a picture would be fetched from the network; save it beside the data, or pass allow_urls=True",
+                at,
+                shown_address(source),
             )
         return fetch_picture(source)
     return source
@@ -201,10 +244,9 @@ def _content(source, at, is_base64, allow_urls):
 
 def _stored(content, at, store):
     "The file of a picture's content, which is written once."
-    what = f"{at}: a picture of {len(content)} bytes"
     if store is None:
-        raise ValueError(f"{what} inside the message, and no folder to store it in")
-    with open_picture(content, what) as picture:
+        raise BadRow("a picture inside the message, and no folder to store it in", at, f"{len(content)} bytes")
+    with open_picture(content, f"{at}, a picture of {len(content)} bytes") as picture:
         suffix = str(picture.format).lower()
     path = Path(store) / f"{hashlib.sha256(content).hexdigest()[:20]}.{suffix}"
     if not path.is_file():
@@ -217,7 +259,7 @@ def _local(source, at, folder):
     "A picture's file inside of the folder."
     name = str(source)
     if not isinstance(source, (str, Path)) or not 0 < len(name) <= 4000 or "\0" in name:
-        raise ValueError(f"{at}: a picture named {name[:40]!r}, expected a path, an address or base64")
+        raise BadRow("a picture's name, expected a path, an address or base64", at, repr(name[:40]))
     if name.startswith("file:"):
         name = unquote(urlsplit(name).path)
     try:
@@ -227,16 +269,12 @@ def _local(source, at, folder):
     except (OSError, ValueError, RuntimeError):  # a name too long, a link to itself
         path, inside, exists = folder / name, True, False
     if not inside:
-        raise ValueError(
-            f"{at}: the picture {name[:80]!r} lies outside of {str(folder)!r}; pass the "
-            "folder that holds all pictures as image_folder"
-        )
+        reason = f"a picture lies outside of {str(folder)!r}; pass the folder that holds all pictures as image_folder"
+        raise BadRow(reason, at, repr(name[:80]))
     if not exists:
-        raise ValueError(
-            f"{at}: no picture {name[:80]!r} in {str(folder)!r}; pass the folder that "
-            "the paths start from as image_folder"
-        )
-    open_picture(path, f"{at}: the picture {name[:80]!r}").close()
+        reason = f"no such picture in {str(folder)!r}; pass the folder that the paths start from as image_folder"
+        raise BadRow(reason, at, repr(name[:80]))
+    open_picture(path, f"{at}, the picture {name[:80]!r}").close()
     return path
 
 
@@ -246,7 +284,7 @@ def resolve_images(
     store: str | Path | None = None,  # folder for pictures given as bytes; None: refuse them
     allow_urls: bool = False,  # fetch http(s) addresses into `store`
 ) -> list[dict]:  # messages; pictures: {"type": "image_url", "image_url": {"url": "file:///…"}}
-    """Normalise messages, and find every picture. ValueError: a path that leads out, an address
+    """Normalise messages, and find every picture. BadRow: a path that leads out, an address
     that is not allowed, a kind of part that is not known."""
     conversation = read_conversation(row)
     columns = conversation.images or ()
@@ -262,7 +300,7 @@ def resolve_images(
             source = source["url"]
         if source is None:
             if not beside:
-                raise ValueError(f"{at}: a picture without path, url or base64, and none left in 'images'")
+                raise BadRow("a picture without path, url or base64, and none left in 'images'", at)
             source = beside.pop(0)
         source = _content(source, at, part.get("base64") is not None, allow_urls)
         path = _stored(source, at, store) if isinstance(source, bytes) else _local(source, at, Path(folder))
@@ -277,8 +315,9 @@ def resolve_images(
             content = [resolved(part, f"message {i}") for part in content]
         message["content"] = content
     if beside:
-        raise ValueError(
-            f"{len(beside)} pictures more than the messages have places for ('<image>', or parts of type image)"
+        raise BadRow(
+            "more pictures than the messages have places for ('<image>', or parts of type image)",
+            detail=f"{len(beside)} more",
         )
     return messages
 
@@ -301,17 +340,8 @@ def _parts(messages) -> list:
 
 
 def pictures_of(messages: list[dict]) -> list[Image.Image]:
-    """Open the pictures of `resolve_images` as RGB (of an animation the first frame), in the order of their places.
-    ValueError: one is missing, damaged, too large, or in a format that is not known."""
-    out = []
-    for part in _parts(messages):
-        if file := picture_file(part):
-            with open_picture(file, str(file)) as picture:
-                try:
-                    out.append(picture.convert("RGB"))
-                except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as e:
-                    raise ValueError(f"{file}: the picture is damaged ({e}); save it again") from None
-    return out
+    "The pictures of `resolve_images`, as of `load_picture`, in the order of their places."
+    return [load_picture(file) for part in _parts(messages) if (file := picture_file(part))]
 
 
 def for_template(messages: list[dict]) -> list[dict]:
@@ -327,16 +357,23 @@ def for_template(messages: list[dict]) -> list[dict]:
 
 def process(text: str, messages: list[dict], processor) -> dict[str, torch.Tensor]:
     """Arguments of the model (input_ids [1, n], pixel_values, …) that a processor makes of messages of
-    `resolve_images`, and of their rendered text with a placeholder for each picture."""
+    `resolve_images`, and of their rendered text with a placeholder for each picture. BadRow: it cannot."""
     pictures = pictures_of(messages) or None
-    made = processor(text=[text], images=pictures, return_tensors="pt", add_special_tokens=False)
-    return dict(made)
+    mark = getattr(processor, "image_token", None)
+    for i, message in enumerate(messages):
+        if any(mark and mark in words for words in texts_in(message)):
+            raise BadRow(f"a text spells {mark!r}, which stands for a picture; take it out", f"message {i}")
+    try:
+        return dict(processor(text=[text], images=pictures, return_tensors="pt", add_special_tokens=False))
+    except Exception as e:  # of any kind
+        why = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0][:120]}"
+        raise BadRow("the processor does not take the pictures or the text", detail=why) from e
 
 
 def carry_mask(mask: np.ndarray, short: list[int], full: list[int]) -> np.ndarray:
     """The mask [m] bool of a row as the processor expands it, `full` [m], by that of the row with one placeholder a
-    picture, `mask` [n] bool of the ids `short` [n]; the tokens of a picture are not trained. ValueError if a trained
-    token has no partner."""
+    picture, `mask` [n] bool of the ids `short` [n]; the tokens of a picture are not trained. BadRow: a trained token
+    has no partner."""
     counts = Counter(full)
     counts.subtract(short)
     # ids that the processor adds or takes away; all others are in both, in the same order, and so are what is between
@@ -354,10 +391,8 @@ def carry_mask(mask: np.ndarray, short: list[int], full: list[int]) -> np.ndarra
         out[stop : stop + 1] = mask[end : end + 1]
         begin, start = end + 1, stop + 1
     if lost:
-        raise ValueError(
-            f"{lost} of {int(mask.sum())} trained tokens are not in "
-            "what the processor made of the text, so the mask cannot be carried over"
-        )
+        reason = "trained tokens are not in what the processor made of the text, so the mask cannot be carried over"
+        raise BadRow(reason, detail=f"{lost} of {int(mask.sum())}")
     return out
 
 
@@ -399,7 +434,7 @@ def inputs_of(row: dict, template: ChatTemplate) -> dict[str, torch.Tensor]:
     """What the verifier takes beside the ids of a row (input_ids, messages) of a prepared table, by the template that
     it was made with: its pictures, as tensors; empty: the row is text. ValueError if messages and ids do not belong
     together (other pictures, other processor)."""
-    messages = row.get("messages") or []
+    messages: Any = as_json(row.get("messages"), "messages") or []
     if not _parts(messages):
         return {}
     made = process(template(for_template(messages), tools_of(row))[0], messages, template.owner)
@@ -427,6 +462,7 @@ def row_inputs(dataset: Dataset, processor) -> Callable[[int], dict]:
 
     def inputs(i):
         row = table[i]
-        return inputs_of(row, template()) if _parts(row["messages"] or ()) else {}
+        messages: Any = as_json(row["messages"], "messages") or []  # text, where upstream's library wrote them
+        return inputs_of(row, template()) if _parts(messages) else {}
 
     return inputs

@@ -289,6 +289,13 @@ def tools_of(row) -> list[dict] | None:
     return tools or None
 
 
+def holds_pictures(messages) -> bool:
+    "Whether a part of a message, as it is written, is a picture; False for what are no messages."
+    contents = [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    return any(isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in parts)
+
+
 def messages_alone(row) -> list[dict]:
     "`normalize`, for those who read nothing but messages. BadRow: the conversation has pictures beside them."
     if isinstance(row, dict) and (row.get("images") or row.get("image")):

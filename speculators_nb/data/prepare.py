@@ -209,6 +209,7 @@ def _start_child(encoder):
     _encoder = encoder
     end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    torch.set_num_threads(1)  # threads of the parent are not here: a processor of pictures would wait for them
 
 
 def _encode_in_child(batch):

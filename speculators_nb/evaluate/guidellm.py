@@ -8,18 +8,19 @@ from typing import Any
 
 from ..core.files import read_object, write_text
 from ..serve.server import find_executable
+from ..data.messages import holds_pictures
 from .load import Reply
 from .prompts import Prompt
 
 
 def check_guidellm(prompts: list[Prompt]) -> None:
     """Errors: FileNotFoundError where GuideLLM is not installed; ValueError for prompts that are token ids, or have
-    tools."""
+    tools or pictures."""
     find_executable("guidellm")
-    if any(isinstance(p.text, list) or p.tools for p in prompts):
+    if any(isinstance(p.text, list) or p.tools or holds_pictures(p.messages) for p in prompts):
         raise ValueError(
-            "prompts: token ids and tools cannot be handed to GuideLLM, it asks in text; give messages or texts, or "
-            "use load='requests'"
+            "prompts: token ids, tools and pictures cannot be handed to GuideLLM, it asks in text; give messages or "
+            "texts, or use load='requests'"
         )
 
 

@@ -43,6 +43,15 @@ class Reply:
         return (self.seconds - self.first) / (self.tokens - 1) if self.tokens > 1 else float("nan")
 
 
+def _as_sent(messages):
+    "Messages with the pictures of held-out rows inside; other addresses are for the server to read."
+    if "file:///" not in str([m["content"] for m in messages if isinstance(m["content"], list)]):
+        return messages
+    from ..data.images import with_pictures_inside  # torch, datasets
+
+    return with_pictures_inside(messages)
+
+
 def ask(
     endpoint: Endpoint,
     model: str,
@@ -60,7 +69,7 @@ def ask(
     body |= dict(model=model, max_tokens=max_tokens, temperature=temperature, seed=seed)
     body |= dict(stream=True, stream_options={"include_usage": True}, return_token_ids=True)
     body |= dict(cache_salt=salt) if salt else {}
-    body |= dict(messages=prompt.messages) if prompt.messages else dict(prompt=prompt.text)
+    body |= dict(messages=_as_sent(prompt.messages)) if prompt.messages else dict(prompt=prompt.text)
     body |= dict(tools=prompt.tools) if prompt.tools else {}
     path = "/v1/chat/completions" if prompt.messages else "/v1/completions"
     reply = Reply(prompt.domain)

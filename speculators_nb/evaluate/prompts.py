@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.options import PROMPT_SETS, check_options, near, shown
-from ..data.messages import QUESTIONS, brief, messages_alone, tools_of
+from ..data.messages import QUESTIONS, brief, holds_pictures, messages_alone, tools_of
 from ..data.sources import HELD_OUT, files_of, hub_name, read_conversations
 
 log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ def prompt_of(row: dict, domain: str = "all") -> Prompt | None:
     layout = layout_of(row)
     names = ("domain", "category", *([layout.domain] if layout else ()))
     domain = str(next((row[name] for name in names if row.get(name)), domain))
-    if row.get("input_ids") is not None:
+    if row.get("input_ids") is not None and not holds_pictures(row.get("messages")):
         ids = list(map(int, row["input_ids"]))
         answer = [i for i, trained in enumerate(row.get("loss_mask") or []) if trained]
         return Prompt(domain, text=ids[: answer[0]] if answer else ids)
@@ -251,11 +251,20 @@ def read_prompts(
 
 def encode_prompt(prompt: Prompt, tokenizer: Any) -> list[int]:
     "Token ids of a prompt, by the verifier's tokenizer. Errors: ValueError where its chat template fails."
-    if not prompt.messages:
+    from ..data.chat_template import in_parts, reads_parts_alone  # transformers
+
+    messages = prompt.messages
+    if not messages:
         return tokenizer(prompt.text)["input_ids"] if isinstance(prompt.text, str) else list(prompt.text or ())
+    if holds_pictures(messages):
+        raise ValueError(
+            "a prompt has pictures, which are read by a server alone; evaluate with a server, or leave it out"
+        )
+    if reads_parts_alone(tokenizer):
+        messages = in_parts(messages)
     try:
         encoding = tokenizer.apply_chat_template(
-            prompt.messages, tools=prompt.tools, add_generation_prompt=True, return_dict=True
+            messages, tools=prompt.tools, add_generation_prompt=True, return_dict=True
         )
         return encoding["input_ids"]
     except Exception as e:  # a template may raise anything
@@ -268,10 +277,6 @@ def encode_prompt(prompt: Prompt, tokenizer: Any) -> list[int]:
 
 def encode_prompts(prompts: list[Prompt], tokenizer: Any) -> list[list[int]]:
     "Token ids of each, for the decoder of this library. Errors: ValueError for the chat template."
-    from ..data.chat_template import check_template  # transformers
-
-    if any(p.messages for p in prompts):
-        check_template(tokenizer)
     return [encode_prompt(p, tokenizer) for p in prompts]
 
 

@@ -523,21 +523,21 @@ class HiddenStatesClient:
         choice = _at(reply, "choices", 0, "prompt_token_ids")
         return reply, _at(reply, "prompt_token_ids") or choice
 
-    def _post_row(self, name, ids, messages):
-        "Post one row, as token ids or as messages."
+    def _post_row(self, name, ids, chat):
+        "Post one row, as token ids or as a chat."
         body = {"model": self.model, "max_tokens": 1, "temperature": 0, "return_token_ids": True, "request_id": name}
-        if messages is None:
+        if chat is None:
             return self._post("/v1/completions", body | {"prompt": ids})
-        body |= {"messages": messages, "add_generation_prompt": False}
+        body |= chat | {"add_generation_prompt": False}
         reply, prompt_ids = self._post("/v1/chat/completions", body)
         if prompt_ids != ids and isinstance(prompt_ids, list) and prompt_ids[: len(ids)] == ids:
             # this template ends the last turn with a token that the row lacks: leave it open
             return self._post("/v1/chat/completions", body | {"continue_final_message": True})
         return reply, prompt_ids
 
-    def _request(self, name, ids, messages):
+    def _request(self, name, ids, chat):
         "States of one row, checked. ReplyError, FeatureError, EndpointError."
-        reply, prompt_ids = self._post_row(name, ids, messages)
+        reply, prompt_ids = self._post_row(name, ids, chat)
         if not isinstance(prompt_ids, list):
             raise ReplyError(self.endpoint.url, "the reply has no prompt_token_ids; is this vLLM?", True)
         if prompt_ids != ids:
@@ -562,12 +562,12 @@ class HiddenStatesClient:
             raise ReplyError(self.endpoint.url, reason, True)
         return states
 
-    def attempt(self, ids: list[int], messages: list | None = None) -> torch.Tensor:
+    def attempt(self, ids: list[int], chat: dict | None = None) -> torch.Tensor:
         """States [seq, A+1, H] of one row, requested once; nothing of it stays in the storage. Errors: as of
         `states`."""
         name = request_name()
         try:
-            states = self._request(name, ids, messages)
+            states = self._request(name, ids, chat)
             if error := self.place.delete(name):
                 raise error
             return states
@@ -579,18 +579,18 @@ class HiddenStatesClient:
         finally:
             self.place.delete(name)
 
-    def states(self, token_ids, messages: list | None = None) -> torch.Tensor:
+    def states(self, token_ids, chat: dict | None = None) -> torch.Tensor:
         """States [seq, A+1, H] of one row, by its tokens [seq] or, where it has more than text, by the conversation;
         they are deleted where they were. FeatureError: refused, or three attempts failed; EndpointError: no answer."""
         ids = [int(t) for t in token_ids]
         for seconds in self.place.pauses:
             try:
-                return self.attempt(ids, messages)
+                return self.attempt(ids, chat)
             except FeatureError as e:
                 if getattr(e, "final", False):
                     raise
             time.sleep(seconds)
-        return self.attempt(ids, messages)
+        return self.attempt(ids, chat)
 
 
 def storages_of(storage: str | os.PathLike | Iterable, servers: int) -> list:
@@ -636,13 +636,13 @@ class HiddenStatesPool(ServerPool[HiddenStatesClient]):
         "Name and fingerprint of the servers' model."
         return self.origin
 
-    def states(self, token_ids, messages: list | None = None) -> torch.Tensor:
+    def states(self, token_ids, chat: dict | None = None) -> torch.Tensor:
         "States [seq, A+1, H] of one row. Errors: as of `HiddenStatesClient.states`; NoServerLeft."
         ids = [int(t) for t in token_ids]
-        return self.call(partial(self._states, ids=ids, messages=messages))
+        return self.call(partial(self._states, ids=ids, chat=chat))
 
-    def _states(self, client, ids, messages):
-        states = client.attempt(ids, messages)
+    def _states(self, client, ids, chat):
+        states = client.attempt(ids, chat)
         shape = tuple(states.shape[1:])
         with self.lock:
             self.shape = self.shape or shape

@@ -1,12 +1,11 @@
 """Extraction of hidden states with one running vLLM or several.
 They go to a folder, resumed after any interruption, or online into training."""
 
-import base64
-import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -15,7 +14,9 @@ from ..core.concurrency import Breaker, concurrently
 from ..core.files import DiskError
 from ..core.http_client import EndpointError
 from ..core.options import check_options
-from ..data.images import FORMATS, open_picture, picture_file
+from ..data.images import with_pictures_inside
+from ..data.messages import as_json, tools_of
+from ..data.prepared_folder import config_of
 from ..jobs.ranks import shard
 from ..jobs.servers import addresses_of
 from ..jobs.shared_output import share_writer
@@ -26,31 +27,28 @@ from .feature_rows import FeatureError, FeatureRow, FeatureRows
 log = logging.getLogger(__name__)
 
 
-def _inline(part):
-    """A picture in a file becomes a data: address. What is no picture is not sent: a prepared
-    table may be of unknown origin, and could name any file of this machine."""
-    path = picture_file(part)
-    if path is None:
-        return part
-    with open_picture(path, str(path)) as picture:
-        kind = picture.format.lower() if picture.format in FORMATS else "jpeg"
-    data = base64.b64encode(path.read_bytes()).decode()
-    return part | {"image_url": {"url": f"data:image/{kind};base64,{data}"}}
+def chat_request(rows: Dataset) -> Callable[[int], dict | None]:
+    """Row of a prepared table -> what a request holds that renders it, with the pictures inside; None: it has no
+    pictures. Text is sent as token ids, which were cut to length; only a row with pictures is sent as messages. What is
+    no picture is not sent: a prepared table may be of unknown origin, and could name any file of this machine."""
+    if "messages" not in rows.column_names:
+        return lambda i: None
+    table, kwargs = rows.with_format(None), config_of(rows).get("origin", {}).get("template_kwargs")
 
+    def request(i):
+        row: Any = table[i]
+        messages: Any = as_json(row["messages"], "messages") or []
+        parts = [part for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
+        if all(part.get("type") == "text" for part in parts):
+            return None
+        chat = {"messages": with_pictures_inside(messages)}
+        if kwargs:
+            chat["chat_template_kwargs"] = kwargs
+        if tools := tools_of(row):
+            chat |= {"tools": tools, "tool_choice": "none"}  # they are read, and none need be called
+        return chat
 
-def more_than_text(row: dict) -> list | None:
-    """The messages of a prepared row with the pictures inside; None: it has no pictures. Text is sent as token ids,
-    which were cut to length; only a row with pictures is sent as messages. The server may not be able to read a
-    picture's file, so its bytes are sent."""
-    messages = row.get("messages")
-    messages = json.loads(messages) if isinstance(messages, str) else messages
-    parts = [m["content"] for m in messages or () if isinstance(m.get("content"), list)]
-    if all(p.get("type") == "text" for content in parts for p in content):
-        return None
-    return [
-        m | {"content": [_inline(p) for p in m["content"]]} if isinstance(m["content"], list) else m
-        for m in messages or ()
-    ]
+    return request
 
 
 def _request_missing(folder, request, concurrency, breaker) -> int:
@@ -96,13 +94,11 @@ def extract_from_server(
     client = open_states(url, storage, layer_ids, model, timeout, tries, patience)
     config = origin(client.about(), client.layer_ids, dataset, dtype)
     share = [*shard(len(dataset), rank, world_size)]
-    table = dataset.with_format(None)
-    with_messages, hidden_size = "messages" in dataset.column_names, 0
+    chat_of, hidden_size = chat_request(dataset), 0
 
     def request(i):
         nonlocal hidden_size
-        messages = more_than_text(table[i]) if with_messages else None
-        states = client.states(folder.tokens[i], messages)
+        states = client.states(folder.tokens[i], chat_of(i))
         hidden_size = states.shape[-1]
         folder.write(i, states)
 
@@ -133,8 +129,8 @@ class ServerFeatures(FeatureRows):
         ahead: int = 4,  # packed rows that a trainer has requested before it needs them
         **server,  # model, timeout, tries, patience: of `open_states`
     ):
-        self.table = table_of(rows).with_format(None)
-        self.rows = self.table.with_format("torch")
+        self.rows = table_of(rows).with_format("torch")
+        self.chat_of = chat_request(self.rows)
         self.client = open_states(url, storage, layer_ids, **server)
         self.concurrency, self.ahead = concurrency, ahead
         self.dtype = dtype
@@ -148,8 +144,7 @@ class ServerFeatures(FeatureRows):
         self.made_by = self.client.about()
 
     def _states(self, i):
-        row = self.table[i]
-        return self.client.states(row["input_ids"], more_than_text(row)).to(self.dtype)
+        return self.client.states(self.rows[i]["input_ids"], self.chat_of(i)).to(self.dtype)
 
     def read(self, i: int) -> FeatureRow:
         try:

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 
 from ..core.options import check_options
 from ..data.chat_encoding import check_ids
-from ..data.chat_template import ControlTokens, check_template
+from ..data.chat_template import ControlTokens, reads_parts_alone
 from ..data.messages import BadRow, reason_of
 from ..data.prepare import BATCH
 from ..data.sources import conversation_count
@@ -460,7 +460,11 @@ def regenerate(
         "world_size": world_size,
     }
     check_options(options, "regenerate")
-    check_template(tokenizer)
+    if reads_parts_alone(tokenizer):
+        raise ValueError(
+            f"verifier {tokenizer.name_or_path!r}: its chat template reads texts in parts of a list alone, which is "
+            "not done here; let a server answer, regenerate_from_server"
+        )
     eos_ids = eos_ids_of(verifier, tokenizer)
     longest = min(max_length, RowLimits.of(verifier.config).context or max_length)
     sampling = check_sampling({"temperature": temperature} | (sampling or {}), IN_PROCESS)
