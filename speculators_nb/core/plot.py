@@ -4,7 +4,7 @@ A drafter has the same colour in every figure, and a figure has its finding as t
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -225,7 +225,8 @@ def plot_mask(
     rows, columns = dense.shape
     if ax is None:
         scale = 4.2 / max(dense.shape)
-        _, ax = closed_axes(max(2.5, columns * scale) + 0.9, max(1.6, rows * scale) + 0.9)
+        width, height = max(2.5, columns * scale) + 0.9, max(1.6, rows * scale) + 0.9
+        ax = cast(Axes, closed_axes(width, height)[1])
     with styled():
         image = np.full((rows, columns, 3), 1.0)
         image[dense] = [int(fill[i : i + 2], 16) / 255 for i in (1, 3, 5)]
@@ -256,8 +257,7 @@ def plot_mask(
 def plot_loss(log: pd.DataFrame, title: str | None = None, ax: Axes | None = None) -> Figure:
     """Training loss against steps, one colour per drafter; the held-out loss dashed. The log has step, loss, and
     maybe eval_loss, drafter, with gaps as in a Trainer's; `ax` None: a figure of its own."""
-    if ax is None:
-        _, ax = closed_axes()
+    ax = ax or cast(Axes, closed_axes()[1])
     groups: list[tuple[Any, pd.DataFrame]] = [("", log)]
     looks = {"": (COLOURS["eagle3"], MARKERS["eagle3"])}
     if "drafter" in log:
@@ -280,8 +280,7 @@ def plot_step_weights(
 ) -> Figure:
     """Loss weight of each draft step or slot, from 0 on, one line per scheme, by its label; `xlabel` says what is
     counted; `ax` None: a figure of its own."""
-    if ax is None:
-        _, ax = closed_axes()
+    ax = ax or cast(Axes, closed_axes()[1])
     for name, (colour, marker) in look(list(weights)).items():
         values = np.asarray(weights[name], dtype=float)
         ax.plot(np.arange(len(values)), values, color=colour, marker=marker, label=name)

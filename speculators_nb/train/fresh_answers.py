@@ -125,7 +125,7 @@ class FreshAnswers(TrainerCallback):
         fresh, began = _finished(file, len(rows)), time.monotonic()
         drafter = model.eval().drafter()
         verifier = Verifier(self.source.verifier.model.to(model.device), drafter.aux_layer_ids or None)
-        name = verifier.model.name_or_path
+        name = str(verifier.model.name_or_path)
         tokenizer = open_tokenizer(name, current_hub_access().remote_code)
         options: dict[str, Any] = dict(
             max_new_tokens=max(len(answer) for row in rows for answer in parts_of(row)[1::2]),
