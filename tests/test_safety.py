@@ -23,10 +23,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from speculators_nb.core.checkpoints import (
     checkpoint_index,
+    hub_access,
     inside,
     load_pickle,
     read_index,
-    remote_code,
     save_tensors,
 )
 from speculators_nb.core.config import SpeculatorModelConfig
@@ -374,7 +374,7 @@ def test_nothing_runs_unasked(own_code, verifiers, tmp_path):
 
 def test_code_runs_where_it_is_asked_for(own_code):
     folder, marker = own_code
-    with remote_code(True):
+    with hub_access(remote_code=True):
         assert verifier_config(folder).model_type == "own_code"
     assert marker.exists()
     marker.rmdir()
@@ -396,11 +396,7 @@ def test_a_drafters_config_runs_nothing(tmp_path):
 
 # --- the source itself ------------------------------------------------------------------------------------------------
 
-OWN = {
-    "cli.demo",
-    "lab.experiment",
-    "lab.experiment_page",
-}  # read what this repository ships
+OWN = {"lab.experiment"}  # reads what this repository ships
 
 
 def calls():

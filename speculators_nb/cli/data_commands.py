@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 from huggingface_hub import cached_assets_path
-from transformers import AutoTokenizer
 
 from ..core.checkpoints import resolve_checkpoint
 from ..core.options import HERE, check_options
 from ..core.provenance import write_provenance
-from ..data.chat_template import tokenizer_errors
+from ..data.chat_template import open_tokenizer
 from ..data.prepare import prepare
 from ..data.prepared_folder import load_prepared, read_data_config
 from ..features.feature_folder import table_of
@@ -30,7 +29,6 @@ from ..regenerate.from_server import regenerate_from_server
 from ..regenerate.in_process import regenerate as answer_here
 from ..regenerate.journal import Report
 from ..regenerate.self_prompts import write_self_prompts
-from ..verifier.folders import check_tokenizer
 from ..verifier.row_limits import RowLimits
 from ..verifier.tapped_model import Verifier, faster_dtype
 
@@ -61,16 +59,6 @@ def device_of(name: str | None) -> torch.device:
 
 
 log = logging.getLogger(__name__)
-
-
-def open_tokenizer(verifier: str | os.PathLike, trust_remote_code: bool = False):
-    """A verifier's tokenizer. Errors: FileNotFoundError where the folder has none; ValueError for one that cannot be
-    read."""
-    if Path(verifier).is_dir():
-        check_tokenizer(verifier)
-    with tokenizer_errors(verifier):
-        remote = {"trust_remote_code": True} if trust_remote_code else {}
-        return AutoTokenizer.from_pretrained(verifier, **remote)
 
 
 def open_verifier(

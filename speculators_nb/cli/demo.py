@@ -13,6 +13,7 @@ from typing import Any
 from ..core.files import read_object, write_object
 from ..core.options import check_options
 from ..core.provenance import git_commit, identify
+from ..data.chat_template import open_tokenizer
 from ..data.packing import collate
 from ..data.prepare import prepare, prepare_data
 from ..decode.generate import NoDrafter, generate
@@ -49,7 +50,6 @@ from ..train.trainer import log_table
 from ..verifier.folders import is_trained
 from ..verifier.from_gguf import save_verifier
 from ..verifier.tapped_model import Verifier, faster_dtype
-from .data_commands import open_tokenizer
 from .inputs import check_clone, check_settings
 
 # Each stage is one call of the function that the command line offers under the same name, with the same files between

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pandas as pd
 import torch
 
-from ..core.checkpoints import remote_code
+from ..core.checkpoints import hub_access
 from ..core.config import SpeculatorModelConfig
 from ..core.files import disk_errors, save_figure, writable_folder, write_text
 from ..core.options import FILTERS, FIRST_CHOICE, NO_WEIGHTS, check_options, pairs
@@ -117,7 +117,7 @@ def train(
         algorithm = algorithm or FIRST_CHOICE
         draft_arch = draft_arch or settings(algorithm).get("draft_arch")
     check_step_memory(verifier, locals())
-    with disk_errors(output_dir, KEPT), remote_code(trust_remote_code), one_writer(output_dir):
+    with disk_errors(output_dir, KEPT), hub_access(remote_code=trust_remote_code), one_writer(output_dir):
         decoding: Measure | None = None  # acceptance on the first questions, at each evaluation
         if decode_prompts is not None:
             target, tokenizer = open_verifier(verifier)

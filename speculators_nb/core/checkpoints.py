@@ -19,8 +19,8 @@ from .files import atomic_write, check_no_gguf, read_object
 
 # A foreign file is data. Nothing in a safetensors file can run; a pickle names functions for its reader to call, so
 # that `load_pickle` reads tensors out of it and refuses the rest. An index came with its model: a name or a link in it
-# that leads out of the folder is refused. How hub ids are fetched is set once around a call, which may read several
-# models.
+# that leads out of the folder is refused. How hub ids are fetched, and whether a model's own code may run, is set once
+# around a call, which may read several models.
 
 LFS_POINTER = b"version https://git-lfs"  # what a clone without Git LFS has in a file's place
 
@@ -97,13 +97,14 @@ def load_pickle(path: str | os.PathLike) -> Any:  # tensors and plain containers
 
 @dataclass
 class HubAccess:
-    "How the files of a hub id are fetched; the words are those of `huggingface_hub`."
+    "How models are read that are named within a call; the words are those of `huggingface_hub`."
 
     cache_dir: str | Path | None = None  # None: HF_HUB_CACHE
     force_download: bool = False  # fetch again what is in the cache, once in a `hub_access`
     local_files_only: bool = False  # the cache alone
     token: str | bool | None = None  # None: the stored one; False: none
     revision: str | None = None  # branch, tag or commit; None: main
+    remote_code: bool = False  # whether a verifier may bring code of its own; transformers never asks "run it? y/N"
     fetched: set[tuple[str, str]] = field(default_factory=set)  # (hub id, file)
 
     def arguments(self, name: str, file: str) -> dict[str, Any]:
@@ -124,7 +125,7 @@ def current_hub_access() -> HubAccess:  # the innermost `hub_access`; outside of
 
 @contextlib.contextmanager
 def hub_access(**changes: Any) -> Iterator[HubAccess]:
-    "Inside, files of hub ids are fetched in this way; fields that are absent or None stay as they are."
+    "Inside, models are read in this way; fields that are absent or None stay as they are."
     changes = {name: value for name, value in changes.items() if value is not None}
     if not isinstance(revision := changes.get("revision", ""), str):
         raise ValueError(f"revision={revision!r}: must be text, a branch, tag or commit")
@@ -304,25 +305,6 @@ def checkpoint_index(name_or_path: str | os.PathLike) -> dict[str, Path]:
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
         )
     raise FileNotFoundError(f"{folder}: no model.safetensors and no model.safetensors.index.json. {remedy}")
-
-
-_REMOTE_CODE = ContextVar("remote_code", default=False)
-
-
-@contextlib.contextmanager
-def remote_code(allowed: bool) -> Iterator[None]:
-    """Inside, a verifier may bring code of its own. Nothing outside asks for it, and
-    transformers' own question ("run this code? y/N") is never put."""
-    token = _REMOTE_CODE.set(bool(allowed))
-    try:
-        yield
-    finally:
-        _REMOTE_CODE.reset(token)
-
-
-def remote_code_allowed() -> bool:  # False unless inside of `remote_code(True)`
-    "What `trust_remote_code` is where no argument says."
-    return _REMOTE_CODE.get()
 
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # of stored weights

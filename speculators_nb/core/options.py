@@ -768,18 +768,14 @@ RULES |= {
     "extra": several(text("warmup_steps=100"), "warmup_steps=100", none=True),
 }
 
-RULES |= each(
-    mapping, dict(template_kwargs={"enable_thinking": False}, config={"norm_before_residual": True}), none=True
-)
-MAPPINGS = dict(
-    template_kwargs={"enable_thinking": False},
-    config={"norm_before_residual": True},
-    lr_scheduler_kwargs={"num_cycles": 2},
-    gradient_checkpointing_kwargs={"use_reentrant": False},
-    activation_checkpointing_kwargs={"use_reentrant": False},  # the same from transformers 5.24 on
-)
-RULES |= each(mapping, MAPPINGS, none=True)
-RULES["sampling"] = mapping({"top_p": 0.9}, none=True, objects=True)
+RULES |= {
+    "template_kwargs": mapping({"enable_thinking": False}, none=True),
+    "config": mapping({"norm_before_residual": True}, none=True),
+    "lr_scheduler_kwargs": mapping({"num_cycles": 2}, none=True),
+    "gradient_checkpointing_kwargs": mapping({"use_reentrant": False}, none=True),
+    "activation_checkpointing_kwargs": mapping({"use_reentrant": False}, none=True),  # from transformers 5.24 on
+    "sampling": mapping({"top_p": 0.9}, none=True, objects=True),
+}
 
 # switches; `train.training_arguments` refuses those of transformers that would have no effect
 RULES |= switches(

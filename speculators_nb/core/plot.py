@@ -4,7 +4,7 @@ A drafter has the same colour in every figure, and a figure has its finding as t
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -95,11 +95,11 @@ def new_axes(width: float = 5.5, height: float = 3.4, columns: int = 1, **kwargs
         return plt.subplots(1, columns, figsize=(width * columns, height), **kwargs)
 
 
-def _own_axes(width: float = 5.5, height: float = 3.4) -> Axes:
-    "Axes of a figure that is shown where it is returned and nowhere else."
-    fig, ax = new_axes(width, height)
+def closed_axes(width: float = 5.5, height: float = 3.4, columns: int = 1, **kwargs) -> tuple[Figure, Any]:
+    "As `new_axes`, of a figure that is shown where it is returned and nowhere else."
+    fig, axes = new_axes(width, height, columns, **kwargs)
     plt.close(fig)
-    return ax
+    return fig, axes
 
 
 def _whole_ticks(axis) -> None:
@@ -125,7 +125,7 @@ def plot_acceptance(table: pd.DataFrame, title: str | None = None) -> Figure:
     width = 0.8 / len(drafters)
     # of the legend: a key and its letters, in inches
     lines = math.ceil(sum(0.58 + 0.072 * len(name) for name in drafters) / (5.5 * len(panels)))
-    fig, axes = new_axes(5.5, 3.35 + 0.25 * lines, len(panels), sharey=True, squeeze=False)
+    fig, axes = closed_axes(5.5, 3.35 + 0.25 * lines, len(panels), sharey=True, squeeze=False)
     for ax, (temperature, rows) in zip(axes[0], panels):
         for i, (name, (colour, marker)) in enumerate(drafters.items()):
             own = rows[rows["drafter"] == name].sort_values("position")
@@ -147,7 +147,6 @@ def plot_acceptance(table: pd.DataFrame, title: str | None = None) -> Figure:
     ncols = min(math.ceil(len(drafters) / lines), 6)
     fig.legend(patches, drafters, loc="outside lower center", ncols=ncols, frameon=False)
     fig.suptitle(title or "", x=0.01, ha="left", fontsize=11)
-    plt.close(fig)
     return fig
 
 
@@ -184,7 +183,7 @@ def plot_ranges(table: pd.DataFrame, title: str | None = None) -> Figure:
     lines = table[["drafter", "temperature"]].drop_duplicates().to_numpy().tolist()
     hottest = table.temperature.nunique() > 1
     xlabels = {"output": "output tokens before the step", "context": "context tokens"}
-    fig, axes = new_axes(5.0, 3.6, len(panels), sharey=True, squeeze=False)
+    fig, axes = closed_axes(5.0, 3.6, len(panels), sharey=True, squeeze=False)
     for ax, (by, rows) in zip(axes[0], panels):
         names = list(dict.fromkeys(rows.range))
         for i, (name, t) in enumerate(lines):
@@ -205,7 +204,6 @@ def plot_ranges(table: pd.DataFrame, title: str | None = None) -> Figure:
     axes[0][0].set_ylabel("mean acceptance length, tokens a step")
     axes[0][0].legend(frameon=False)
     fig.suptitle(title or _ranges_finding(table), x=0.01, ha="left", fontsize=11)
-    plt.close(fig)
     return fig
 
 
@@ -227,7 +225,8 @@ def plot_mask(
     rows, columns = dense.shape
     if ax is None:
         scale = 4.2 / max(dense.shape)
-        ax = _own_axes(max(2.5, columns * scale) + 0.9, max(1.6, rows * scale) + 0.9)
+        width, height = max(2.5, columns * scale) + 0.9, max(1.6, rows * scale) + 0.9
+        ax = cast(Axes, closed_axes(width, height)[1])
     with styled():
         image = np.full((rows, columns, 3), 1.0)
         image[dense] = [int(fill[i : i + 2], 16) / 255 for i in (1, 3, 5)]
@@ -258,8 +257,7 @@ def plot_mask(
 def plot_loss(log: pd.DataFrame, title: str | None = None, ax: Axes | None = None) -> Figure:
     """Training loss against steps, one colour per drafter; the held-out loss dashed. The log has step, loss, and
     maybe eval_loss, drafter, with gaps as in a Trainer's; `ax` None: a figure of its own."""
-    if ax is None:
-        ax = _own_axes()
+    ax = ax or cast(Axes, closed_axes()[1])
     groups: list[tuple[Any, pd.DataFrame]] = [("", log)]
     looks = {"": (COLOURS["eagle3"], MARKERS["eagle3"])}
     if "drafter" in log:
@@ -282,8 +280,7 @@ def plot_step_weights(
 ) -> Figure:
     """Loss weight of each draft step or slot, from 0 on, one line per scheme, by its label; `xlabel` says what is
     counted; `ax` None: a figure of its own."""
-    if ax is None:
-        ax = _own_axes()
+    ax = ax or cast(Axes, closed_axes()[1])
     for name, (colour, marker) in look(list(weights)).items():
         values = np.asarray(weights[name], dtype=float)
         ax.plot(np.arange(len(values)), values, color=colour, marker=marker, label=name)
@@ -346,7 +343,7 @@ def plot_tree(
     texts = {node: text.replace(" ", "␣").replace("\n", "⏎") for node, text in texts.items()}
     path = {-1, *(int(i) for i in accepted)}
     deepest = max(depth.values())
-    fig, ax = new_axes(1.1 + 1.15 * deepest, 0.9 + 0.42 * leaves)
+    _, ax = closed_axes(1.1 + 1.15 * deepest, 0.9 + 0.42 * leaves)
     for node in order:
         kept = node in path
         if node >= 0:
@@ -366,6 +363,4 @@ def plot_tree(
     ax.set(xticks=range(deepest + 1), yticks=[])
     ax.set(xlim=(-0.4, deepest + 0.5), ylim=(leaves - 0.4, -0.6))
     ax.spines["left"].set_visible(False)
-    _finish(ax, title, "depth (0: the last decided token)", "")
-    plt.close(fig)
-    return fig
+    return _finish(ax, title, "depth (0: the last decided token)", "")

@@ -4,6 +4,7 @@ The assistant's characters are found with and without generation marks."""
 import contextlib
 import hashlib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from tokenizers import Tokenizer, processors
 from transformers import AutoConfig, AutoImageProcessor, AutoProcessor, AutoTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from ..verifier.folders import check_tokenizer
 from .messages import THOUGHT, BadRow, Misread
 
 
@@ -82,6 +84,15 @@ def tokenizer_errors(verifier):
         if isinstance(e, OSError):
             raise FileNotFoundError(f"{verifier}: its tokenizer cannot be read: {why}") from e
         raise ValueError(f"{verifier}: its tokenizer cannot be read: {type(e).__name__}: {why}") from e
+
+
+def open_tokenizer(verifier: str | os.PathLike, trust_remote_code: bool = False):
+    """A verifier's tokenizer. Errors: FileNotFoundError where the folder has none; ValueError for one that cannot be
+    read."""
+    if Path(verifier).is_dir():
+        check_tokenizer(verifier)
+    with tokenizer_errors(verifier):
+        return AutoTokenizer.from_pretrained(verifier, trust_remote_code=trust_remote_code)
 
 
 def load_processor(path: str | Path, trust_remote_code: bool = False):

@@ -15,13 +15,12 @@ import torch
 from datasets import Dataset
 from matplotlib.figure import Figure
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer
 
 from ..core.config import SpeculatorModelConfig
 from ..core.files import write_text
 from ..core.options import check_options
 from ..core.provenance import provenance_path, read_provenance, write_provenance
-from ..data.chat_template import tokenizer_errors
+from ..data.chat_template import open_tokenizer
 from ..decode.generate import Generation
 from ..evaluate.prompts import Prompt, encode_prompts, read_prompts
 from ..features.feature_folder import FeatureDataset
@@ -116,8 +115,7 @@ class Examination:
 
     @cached_property
     def tokenizer(self) -> Any:
-        with tokenizer_errors(self.sources.verifier):
-            return AutoTokenizer.from_pretrained(self.sources.verifier, trust_remote_code=False)
+        return open_tokenizer(self.sources.verifier)
 
     @cached_property
     def features(self) -> FeatureDataset | None:

@@ -7,13 +7,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 import torch
-from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
 from ..core.options import check_options
-from ..core.plot import new_axes
+from ..core.plot import closed_axes
 from ..verifier.tapped_model import Verifier
 from .acceptance import check_measurement, decode_prompts
 from .cost import Metered
@@ -79,8 +78,7 @@ def expected_calibration_error(forecast: Tensor, happened: Tensor, bins: int = 1
 def plot_reliability(forecasts: Mapping[str, Tensor], happened: Tensor) -> Figure:
     """A reliability diagram of named forecasts, each of the shape of `happened`: on the diagonal a forecast is honest.
     Whiskers: 95 %. Bins of fewer than 20 forecasts are left out."""
-    fig, ax = new_axes(4.6, 3.8)
-    plt.close(fig)  # shown where it is returned
+    fig, ax = closed_axes(4.6, 3.8)
     ax.plot([0, 1], [0, 1], color="#888888", lw=1)
     errors = []
     for name, forecast in forecasts.items():

@@ -169,15 +169,13 @@ class EngineEvaluation:
     def plot_speed(self, title: str | None = None) -> Figure:
         """What drafting brings: throughput and time between tokens over draft length, a line per load, whose left end
         is the engine without drafting. title: None: the best and its speed-up."""
-        import matplotlib.pyplot as plt  # only to draw
-
-        from ..core.plot import new_axes
+        from ..core.plot import closed_axes  # matplotlib, only to draw
 
         table = self.performance[self.performance.domain == "all"]
         loads = sorted(table.concurrency.unique())
         columns = "tokens_per_second", "between_tokens_ms"
         labels = "output tokens per second", "time between tokens, ms (median)"
-        fig, axes = new_axes(4.6, 3.4, 2, squeeze=False)
+        fig, axes = closed_axes(4.6, 3.4, 2, squeeze=False)
         for ax, name, label in zip(axes[0], columns, labels):
             for i, load in enumerate(loads):
                 mean = table[table.concurrency == load].groupby("k")[name].mean()
@@ -191,7 +189,6 @@ class EngineEvaluation:
             best = drafted.sort_values("speedup", na_position="first").iloc[-1]
             finding = f"K={best.k} with {best.concurrency} at once: {best.speedup:.2f} times the tokens per second"
         fig.suptitle(title or finding, x=0.01, ha="left", fontsize=11)
-        plt.close(fig)
         return fig
 
     def save(self, folder: str | os.PathLike) -> Path:

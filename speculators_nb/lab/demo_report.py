@@ -6,13 +6,12 @@ from html import escape
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 from matplotlib.figure import Figure
 
 from ..core.files import save_figure
-from ..core.plot import new_axes, plot_acceptance, plot_loss, plot_step_weights
+from ..core.plot import closed_axes, plot_acceptance, plot_loss, plot_step_weights
 from ..core.provenance import versions
 from ..data.packing import collate
 from ..decode.generate import Generation
@@ -165,8 +164,7 @@ def weights_finding(weights: Sequence[float]) -> str:
 def plot_decoded(log: pd.DataFrame) -> Figure:
     "The mean acceptance length at each evaluation of a training (step, eval_mean_length; gaps as in a Trainer's log)."
     lengths = log.dropna(subset=["eval_mean_length"]).set_index("step").eval_mean_length
-    fig, ax = new_axes()
-    plt.close(fig)
+    fig, ax = closed_axes()
     ax.plot(lengths, color="#009e73", marker="o")
     ax.axhline(1, color="#777777", linewidth=1, linestyle=":")
     ax.set(xlabel="step", ylabel="mean acceptance length", ylim=(0.9, None))
@@ -200,7 +198,6 @@ def training_figures(folder: Path, model, sample_row: dict, log: pd.DataFrame, *
         )
     for name, fig in figures.items():
         save_figure(folder / f"{name}.png", fig, bbox_inches="tight")
-        plt.close(fig)
     return figures
 
 

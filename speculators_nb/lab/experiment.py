@@ -11,13 +11,15 @@ from typing import Any, NamedTuple
 import pandas as pd
 import torch
 from filelock import FileLock
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoConfig
 from transformers.utils.import_utils import is_in_notebook
 
-from ..core.files import write_object, write_text
+from ..core.files import read_object, write_object, write_text
 from ..core.options import algorithms, check_options, near, shown
+from ..data.chat_template import open_tokenizer
 from ..data.packing import collate, pack
 from ..data.prepare import prepare
+from ..data.prepared_folder import read_data_config
 from ..decode.ngram import NgramDrafter
 from ..evaluate.acceptance import Evaluation, evaluate
 from ..evaluate.cost import draft_cost, expected_speedup, training_flops, verifier_cost
@@ -52,7 +54,7 @@ def shipped_features(layers: list[int] | None = None, n: int | None = None) -> P
     folder.parent.mkdir(exist_ok=True)
     with FileLock(f"{folder}.lock"):
         if not folder.is_dir():
-            tokenizer = AutoTokenizer.from_pretrained(data / "tiny-verifier")
+            tokenizer = open_tokenizer(data / "tiny-verifier")
             longest = verifier.model.config.max_position_embeddings
             rows = prepare(map(json.loads, lines), tokenizer, longest)
             building = folder.with_name(f"{folder.name}.building")
@@ -146,7 +148,7 @@ def heldout_setting(
     name = str(verifier or shipped_data() / "tiny-verifier")
     layers = sorted({i for drafter in drafters.values() for i in drafter.aux_layer_ids})
     tapped = Verifier.from_pretrained(name, layers or None, dtype="float32")
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer = open_tokenizer(name)
     stop = eos_ids_of(tapped, tokenizer)
     # all of them where some are chosen
     found = read_prompts(heldout or shipped_data() / "corpus/heldout.jsonl", first=None if domains else n_prompts)
@@ -232,7 +234,7 @@ def flops_per_token(
 ) -> tuple[float, int]:
     """What training an algorithm takes, counted on a fresh drafter and one packed row of `features` of `verifier`
     (None: the shipped one): FLOPs for each token, trained parameters. `args` are those of `train_drafter`."""
-    stored = json.loads((features / "data_config.json").read_text())["hidden_states"]
+    stored = read_data_config(features)["hidden_states"]
     verifier = verifier or shipped_data() / "tiny-verifier"
     layers = stored["layer_ids"][:-1]
     size, known = args.get("draft_vocab_size"), text_config(verifier_config(str(verifier))).vocab_size
@@ -281,7 +283,7 @@ def _train_one(folder, name, budget, contender, k, features, args) -> dict:
     request = dict(budget=budget, features=features.name, **given)
     requested = json.dumps(request, sort_keys=True, default=str)
     if record.is_file():
-        finished = json.loads(record.read_text())
+        finished = read_object(record)
         if finished.get("requested") == requested:
             return finished["row"]
     share = steps_within(budget, algorithm, features, **given)

@@ -7,12 +7,12 @@ import os
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import cast
 
 import pandas as pd
-from transformers import AutoTokenizer
 
 from ..core.provenance import read_provenance
+from ..data.chat_template import open_tokenizer
 from ..decode.generate import Generation, generate
 from ..models.base import SpeculatorModel
 from ..report.page import Section, page_html, write_page
@@ -52,37 +52,23 @@ def curves(found: Experiment) -> list[dict]:
     ]
 
 
-class MeasuredOn(NamedTuple):
-    "What the runs of an experiment were measured on."
-
-    verifier: str | None  # folder or hub id; None: the shipped one, where it is now
-    heldout: str | None  # prompts; None: the shipped ones
-    measured: Measured
-
-    @classmethod
-    def of(cls, folder: Path) -> "MeasuredOn":
-        "By the record of a run."
-        record = read_provenance(folder)
-        given = record.get("arguments", {})
-        heldout, measured = given.get("heldout"), Measured(**given.get("measured", {}))
-        return cls(record["inputs"]["verifier"]["path"] if heldout else None, heldout, measured)
-
-
 def decoded_runs(folders: Sequence[str | os.PathLike], prompt: int) -> tuple[Debugger, str]:
     "As `debug_runs`, and the text of the prompt."
     if not folders:
         raise ValueError("folders=(): is empty; name the folder of a run")
     runs = {folder: read_run(Path(folder)) for folder in folders}
-    about = MeasuredOn.of(Path(folders[0]))
-    verifier = about.verifier or shipped_data() / "tiny-verifier"
+    record = read_provenance(folders[0])  # what the runs were measured on
+    given = record.get("arguments", {})
+    heldout, measured = given.get("heldout"), Measured(**given.get("measured", {}))
+    own = record["inputs"]["verifier"]["path"] if heldout else None  # None: the shipped one, where it is now
+    verifier = own or shipped_data() / "tiny-verifier"
     drafters, lengths = {}, {}
     for folder, (row, counts) in runs.items():
         name = f"{row['setting']}, seed {row['seed']}"
         name = f"{name} ({Path(folder).name})" if name in drafters else name
         drafters[name] = SpeculatorModel.from_pretrained(Path(folder) / "drafter", verifier=verifier).drafter()
         lengths[name] = int(counts.k.max())
-    n = about.measured.n_prompts if about.heldout else None
-    setting = heldout_setting(drafters, n, verifier=about.verifier, heldout=about.heldout)
+    setting = heldout_setting(drafters, measured.n_prompts if heldout else None, verifier=own, heldout=heldout)
     if not 0 <= prompt < len(setting.prompts):
         raise ValueError(f"prompt={prompt}: is not held out; give one of 0 to {len(setting.prompts) - 1}")
     answers = {}
@@ -91,13 +77,13 @@ def decoded_runs(folders: Sequence[str | os.PathLike], prompt: int) -> tuple[Deb
             setting.verifier,
             drafter,
             setting.prompts[prompt],
-            max_new_tokens=about.measured.max_new_tokens,
+            max_new_tokens=measured.max_new_tokens,
             k=lengths[name],
             eos_token_ids=setting.eos_token_ids,
             record=5,
         )
         answers[name] = cast(Generation, answer)
-    tokenizer = AutoTokenizer.from_pretrained(verifier)
+    tokenizer = open_tokenizer(verifier)
     return debug(answers, tokenizer), tokenizer.decode(setting.prompts[prompt], skip_special_tokens=True)
 
 

@@ -21,10 +21,9 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import dill
-import matplotlib.pyplot as plt
 import pandas as pd
 import torch
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from matplotlib.figure import Figure
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
@@ -39,6 +38,7 @@ from ..core.provenance import identify, read_provenance, write_provenance
 from ..data.prepared_folder import read_data_config
 from ..decode.step_counts import COUNTS
 from ..evaluate.acceptance import count
+from ..jobs.shared_output import one_writer
 from ..models.base import SpeculatorModel
 from ..nn.losses import LOSSES, RowLoss, parse_loss, register_loss
 from ..nn.supervision import LOSS_WEIGHTS, LossWeight, register_loss_weight
@@ -368,8 +368,7 @@ class Experiment:
         lengths = measures(self.counts, k)[LENGTH].rename("length").reset_index()
         table = runs.merge(lengths, on=["setting", "seed"])
         order = list(dict.fromkeys(table.value))
-        fig, ax = plot.new_axes(max(4.5, 1.1 * len(order)), 3.4)
-        plt.close(fig)
+        fig, ax = plot.closed_axes(max(4.5, 1.1 * len(order)), 3.4)
         looks = plot.look([rest or self.runs.algorithm.iloc[0] for rest in dict.fromkeys(table.rest)])
         for (name, (colour, marker)), (_, line) in zip(looks.items(), table.groupby("rest", sort=False)):
             _draw_line(ax, line, order, colour, marker, name)
@@ -511,47 +510,40 @@ def experiment(
 ) -> Experiment:
     """Train every setting with every seed, on the shipped data or on features of one's own, and measure greedy
     acceptance on the same held-out prompts. How many runs are kept and how long the others take is printed first, and
-    again as runs end. Errors: ValueError for settings that cannot be run, or a folder in use by another process; the
-    first error where every run fails."""
+    again as runs end. Errors: ValueError for settings that cannot be run; BlockingIOError: another process is at work
+    in the folder; the first error where every run fails."""
     folder = Path(folder)
     measured = Measured(tuple(draft_lengths or (k,)), n_prompts, max_new_tokens)
     subject = Subject("unknown") if features is None else Subject.of(features, heldout)
     runs = planned(contenders, seeds, k, measured, subject, args)
     if features is None:  # made only once the settings are known to be right
         runs = [run._replace(subject=Subject(str(shipped_features()))) for run in runs]
-    folder.mkdir(parents=True, exist_ok=True)
     failed: dict[str, str] = {}
 
     def finished() -> Experiment:
         done = [run for run in runs if (folder / run.key).is_dir()]
         return _together([read_run(folder / run.key, run.setting) for run in done], failed)
 
-    try:
-        with FileLock(folder / ".lock", timeout=0):
-            missing = [run for run in runs if not (folder / run.key).is_dir()]
-            left = seconds_to_go(runs, folder, failed, workers)
-            first = Pace(len(missing), min(workers, len(missing))) if missing and left is None else None
-            when = "; a few steps of the first say how long" if left is None else f" in about {duration(left)}"
-            kept = f"{len(runs)} runs: {len(runs) - len(missing)} kept"
-            _say(f"{kept}, {len(missing)} to do{when}" if missing else kept)
-            form = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} runs in {elapsed}{postfix}"
-            with tqdm(total=len(runs), initial=len(runs) - len(missing), bar_format=form, mininterval=0) as bar:
-                for run, error in _finishing(missing, folder, workers, first):
-                    if error:
-                        failed[run.name] = error
-                    left = seconds_to_go(runs, folder, failed, workers)
-                    bar.set_description(run.name, refresh=False)
-                    bar.set_postfix_str(f"about {duration(left)} to go" if left else "", refresh=False)
-                    bar.update()
-                    if error:
-                        tqdm.write(f"{run.name}: {error}")
-                    elif after_each:
-                        after_each(finished())
-    except Timeout:
-        raise ValueError(
-            f"folder={shown(str(folder))}: another process runs an experiment in it; wait for "
-            "it, or name another folder"
-        ) from None
+    with one_writer(folder):
+        missing = [run for run in runs if not (folder / run.key).is_dir()]
+        left = seconds_to_go(runs, folder, failed, workers)
+        first = Pace(len(missing), min(workers, len(missing))) if missing and left is None else None
+        when = "; a few steps of the first say how long" if left is None else f" in about {duration(left)}"
+        kept = f"{len(runs)} runs: {len(runs) - len(missing)} kept"
+        _say(f"{kept}, {len(missing)} to do{when}" if missing else kept)
+        form = "{desc}{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} runs in {elapsed}{postfix}"
+        with tqdm(total=len(runs), initial=len(runs) - len(missing), bar_format=form, mininterval=0) as bar:
+            for run, error in _finishing(missing, folder, workers, first):
+                if error:
+                    failed[run.name] = error
+                left = seconds_to_go(runs, folder, failed, workers)
+                bar.set_description(run.name, refresh=False)
+                bar.set_postfix_str(f"about {duration(left)} to go" if left else "", refresh=False)
+                bar.update()
+                if error:
+                    tqdm.write(f"{run.name}: {error}")
+                elif after_each:
+                    after_each(finished())
     if len(failed) == len(runs):
         raise EveryRunFailed(f"every run failed; {next(iter(failed))}: {next(iter(failed.values()))}")
     return finished()

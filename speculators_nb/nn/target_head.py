@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 from transformers.models.auto import modeling_auto as auto
 
-from ..core.checkpoints import current_hub_access, model_file, remote_code_allowed
+from ..core.checkpoints import current_hub_access, model_file
 from ..core.config import check_field_types, check_layers
 from ..core.files import verifier_object
 from .losses import TargetHead
@@ -110,12 +110,14 @@ def logit_scale(config: PretrainedConfig) -> float:
 
 def verifier_config(
     verifier: str | os.PathLike,  # folder or hub id
-    trust_remote_code: bool | None = None,  # run its code; None: `checkpoints.remote_code` (no)
+    trust_remote_code: bool | None = None,  # run its code; None: as `hub_access` says (no)
 ) -> PretrainedConfig:
     """A verifier's configuration; of a hub id config.json alone is fetched. Errors:
     FileNotFoundError; ValueError for one that needs its own code, unless that is trusted, one
     that cannot be, or a drafter's."""
-    trusted = remote_code_allowed() if trust_remote_code is None else trust_remote_code
+    trusted = (
+        current_hub_access().remote_code if trust_remote_code is None else trust_remote_code
+    )
     file = model_file(verifier)
     folder = file.parent
     raw = verifier_object(folder)

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer
 
 from ..core.concurrency import Breaker, concurrently
 from ..core.http_client import Endpoint, EndpointError
 from ..core.options import check_options
 from ..data.chat_encoding import ready_row
-from ..data.chat_template import ControlTokens, check_calls
+from ..data.chat_template import ControlTokens, check_calls, open_tokenizer
 from ..data.messages import Misread, as_served, in_a_spelling, normalize
 from ..data.sources import conversation_count
 from ..jobs.ranks import shard
@@ -221,7 +220,7 @@ def regenerate_from_server(
     sampling = check_sampling(({} if temperature is None else {"temperature": temperature}) | (sampling or {}))
     settings = dict(model=model, sampling=sampling, seed=seed, max_new_tokens=max_new_tokens)
     if isinstance(tokenizer, (str, Path)):
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
+        tokenizer = open_tokenizer(tokenizer)
     server_replay = ServerReplay(endpoint, model, tokenizer, max_new_tokens, max_length)
     breaker = Breaker(max_failures)
     total = conversation_count(conversations, limit)

@@ -10,13 +10,12 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.figure import Figure
-from transformers import AutoTokenizer
 
 from ..core.files import write_text
 from ..core.options import check_options
-from ..core.plot import new_axes
+from ..core.plot import closed_axes
 from ..data.chat_encoding import token_frequencies
-from ..data.chat_template import tokenizer_errors
+from ..data.chat_template import open_tokenizer
 from ..data.prepared_folder import COLOURS, Prepared, load_prepared
 from ..regenerate.language import language_of
 from .page import Section, page_html, write_page
@@ -179,7 +178,7 @@ def data_warnings(prepared: Prepared, cut: int, repeats: Counter) -> list[str]:
 
 def plot_coverage(table: pd.DataFrame) -> Figure:
     "`coverage` against the size of the draft vocabulary."
-    fig, ax = new_axes(5.5, 3)
+    fig, ax = closed_axes(5.5, 3)
     last = table.columns[-1]
     for name, colour in zip(table, (COLOURS["trained"], "#0072b2")):
         ax.plot(table.index, 100 * table[name], marker="o", markersize=4, color=colour, label=name)
@@ -192,14 +191,13 @@ def plot_coverage(table: pd.DataFrame) -> Figure:
         finding = f"{enough[0]:,} tokens cover {table[last][enough[0]]:.1%} ({last})"
     ax.set_title(finding, loc="left")
     ax.legend(frameon=False)
-    plt.close(fig)
     return fig
 
 
 def plot_domains(table: pd.DataFrame) -> Figure:
     "Tokens of each of `Prepared.domains`, trained and context; the ten largest."
     top = table.head(10).iloc[::-1]
-    fig, ax = new_axes(5.5, 1.1 + 0.28 * len(top))
+    fig, ax = closed_axes(5.5, 1.1 + 0.28 * len(top))
     whole = max(int(table["tokens"].sum()), 1)
     trained, context = top["trained"] / whole, (top["tokens"] - top["trained"]) / whole
     names = [str(name).replace("$", r"\$") for name in top.index]  # no formula
@@ -210,7 +208,6 @@ def plot_domains(table: pd.DataFrame) -> Figure:
     share = table["trained"].max() / max(int(table["trained"].sum()), 1)
     ax.set_title(f"{most} is {share:.0%} of what is trained", loc="left")
     fig.legend(loc="outside lower center", ncols=2, frameon=False)
-    plt.close(fig)
     return fig
 
 
@@ -234,8 +231,7 @@ def _tokenizer(prepared, verifier):
     if not verifier:
         return None, "languages are left out: the folder does not record its verifier"
     try:
-        with tokenizer_errors(verifier):
-            return AutoTokenizer.from_pretrained(verifier, trust_remote_code=False), ""
+        return open_tokenizer(verifier), ""
     except (OSError, ValueError) as e:
         return None, f"languages are left out: {e}"
 

@@ -7,13 +7,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.figure import Figure
 
 from ..core.files import read_object
 from ..core.options import pairs
-from ..core.plot import new_axes, plot_loss
+from ..core.plot import closed_axes, plot_loss
 from ..core.provenance import RECORDS, provenance_path
 from ..data.prepared_folder import load_prepared
 from .data_report import left_out
@@ -31,8 +30,7 @@ def plot_accuracy(log: pd.DataFrame) -> Figure | None:
     rows = log.dropna(subset=names) if names else log[:0]
     if not len(rows):
         return None
-    fig, ax = new_axes()
-    plt.close(fig)
+    fig, ax = closed_axes()
     for position, name in enumerate(names, 1):  # a block's slot 0 is no draft token, and has no accuracy
         ax.plot(rows["step"], rows[name], marker="o", label=f"position {position}")
     ax.set(xlabel="step", ylabel="accuracy on held-out rows", ylim=(0, None))

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch.utils.data import Subset
-from transformers import AutoTokenizer, TrainerCallback
+from transformers import TrainerCallback
 
-from ..core.checkpoints import remote_code_allowed
+from ..core.checkpoints import current_hub_access
 from ..core.files import write_text
 from ..data.chat_encoding import to_dataset
+from ..data.chat_template import open_tokenizer
 from ..decode.generate import generate
 from ..decode.tree import Drafter, Sampling
 from ..features.in_process import LiveFeatures
@@ -124,8 +125,8 @@ class FreshAnswers(TrainerCallback):
         fresh, began = _finished(file, len(rows)), time.monotonic()
         drafter = model.eval().drafter()
         verifier = Verifier(self.source.verifier.model.to(model.device), drafter.aux_layer_ids or None)
-        name = verifier.model.name_or_path
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=remote_code_allowed())
+        name = str(verifier.model.name_or_path)
+        tokenizer = open_tokenizer(name, current_hub_access().remote_code)
         options: dict[str, Any] = dict(
             max_new_tokens=max(len(answer) for row in rows for answer in parts_of(row)[1::2]),
             eos_token_ids=eos_ids_of(verifier, tokenizer),

@@ -116,15 +116,12 @@ def _table_of(run) -> pd.DataFrame:
 def plot_runs(runs: Mapping[str, Any]) -> Figure:
     """Training runs laid over each other, one colour each: the losses, and the mean acceptance length where it was
     measured. A run, by its name (may be empty), is a trainer, its output folder, or a `log_table`."""
-    import matplotlib.pyplot as plt  # here: most training draws nothing
-
-    from ..core.plot import look, new_axes, plot_loss
+    from ..core.plot import closed_axes, look, plot_loss  # here: most training draws nothing
 
     tables = {name: _table_of(run) for name, run in runs.items()}
     log = pd.concat(table.assign(drafter=name) for name, table in tables.items())
     decoded = "eval_mean_length" in log
-    fig, axes = new_axes(4.2, 2.8, 1 + decoded, squeeze=False)
-    plt.close(fig)
+    fig, axes = closed_axes(4.2, 2.8, 1 + decoded, squeeze=False)
     plot_loss(log, "Losses", axes[0, 0])
     if decoded:
         looks = look(list(tables))

@@ -3,14 +3,13 @@ The name of a folder is the most frequent mistake in a command, and torch is not
 less than a second."""
 
 import contextlib
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..core.files import disk_errors
+from ..core.files import disk_errors, read_object
 
 TOKENIZER = (
     "tokenizer.json",
@@ -123,11 +122,9 @@ def foreign_model(folder: str | os.PathLike) -> str | None:
     for name in ("config.json", "adapter_config.json", "model_index.json"):
         if (folder / name).is_file():
             try:
-                config = json.loads((folder / name).read_text(encoding="utf-8"))
-                ours = "speculators_model_type" in config
-            except (OSError, ValueError, RecursionError, TypeError):
-                ours = False
-            return None if ours else name
+                return None if "speculators_model_type" in read_object(folder / name) else name
+            except (OSError, ValueError):
+                return name
     if any((folder / name).is_file() for name in OWN_RECORDS):
         return None
     found = (file.name for pattern in MODEL_FILES for file in sorted(folder.glob(pattern)))
@@ -216,6 +213,6 @@ def origin_of(folder: str | os.PathLike) -> dict[str, Any] | None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return None
     try:
-        return json.loads((folder / "data_config.json").read_text(encoding="utf-8"))["origin"]
-    except (OSError, ValueError, KeyError, TypeError):
+        return read_object(folder / "data_config.json")["origin"]
+    except (OSError, ValueError, KeyError):
         raise ValueError(f"output_dir {str(folder)!r} exists and is not a prepared folder; choose a new one.") from None

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ..core.checkpoints import current_hub_access, remote_code_allowed
+from ..core.checkpoints import current_hub_access
 
 MASK_TOKEN = "<|MASK|>"
 
@@ -26,7 +26,7 @@ def resolve_mask_token(
     if not Path(name).is_dir():
         access = current_hub_access().arguments(name, "tokenizer")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=remote_code_allowed(), **access)
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=current_hub_access().remote_code, **access)
     except (OSError, ValueError) as e:
         raise ValueError(
             f"mask_token_id is not given, and verifier {str(verifier_name_or_path)!r} has no "

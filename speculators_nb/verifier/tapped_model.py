@@ -25,7 +25,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from ..core.checkpoints import model_file, remote_code_allowed
+from ..core.checkpoints import current_hub_access, model_file
 from ..core.files import check_length
 from ..core.options import check_options
 from ..nn.target_head import verifier_config
@@ -259,7 +259,7 @@ def _unscaled(folder: Path) -> str | None:
 def load_model(
     path: str | os.PathLike,  # folder, or hub id
     dtype: str | torch.dtype = "auto",  # "auto": the checkpoint's
-    trust_remote_code: bool | None = None,  # run code; None: `checkpoints.remote_code` (no)
+    trust_remote_code: bool | None = None,  # run code; None: as `hub_access` says (no)
     attn_implementation: str | None = None,  # e.g. sdpa, eager; None: transformers' choice
     # "auto": over all devices, the rest on the CPU and on the disk; or module -> place
     device_map: str | dict[str, Any] | None = None,
@@ -273,7 +273,7 @@ def load_model(
     if Path(path).is_dir():
         _check_folder(path)
     if trust_remote_code is None:
-        trust_remote_code = remote_code_allowed()
+        trust_remote_code = current_hub_access().remote_code
     config = verifier_config(path, trust_remote_code)
     chosen: dict[str, Any] = dict(device_map=device_map, offload_folder=offload_folder)
     chosen |= dict(attn_implementation=attn_implementation)
@@ -408,12 +408,12 @@ class Verifier:
         aux_layer_ids: Iterable[int] | None = None,  # ascending, in [0, n]; None: default three
         dtype: str | torch.dtype = "auto",  # torch dtype; "auto": the checkpoint's
         device: str | torch.device | None = "cpu",  # torch device
-        trust_remote_code: bool | None = None,  # run code; None: `checkpoints.remote_code` (no)
+        trust_remote_code: bool | None = None,  # run code; None: as `hub_access` says (no)
         attn_implementation: str | None = None,  # as of `load_model`
         **placed: Any,  # `device_map`, `offload_folder` of `load_model`, in place of `device`
     ) -> "Verifier":  # ready for use
         "Load from safetensors. Errors: as of `load_model`."
-        trusted = remote_code_allowed() if trust_remote_code is None else trust_remote_code
+        trusted = current_hub_access().remote_code if trust_remote_code is None else trust_remote_code
         if not placed and _quantisation(verifier_config(path, trusted)) is not None:
             placed["device_map"] = {"": device or "cpu"}  # they are not moved afterwards
         model: Any = load_model(path, dtype, trusted, attn_implementation, **placed)
