@@ -164,7 +164,13 @@ def test_samples_that_keep_no_loss_are_counted(tmp_path, caplog):
 # --- evaluate ----------------------------------------------------------------------------------------------------
 
 GOOD = [[1, 2, 3, 1, 2], [4], [5, 5, 6, 5, 5]]
-BAD = {"beyond the context": [7] * 32, "empty": [], "not of its vocabulary": [64], "template": Refused("it fails")}
+BAD = {
+    "beyond the context": [7] * 32,
+    "empty": [],
+    "not of its vocabulary": [64],
+    "not whole": [7.5, 8.0],
+    "template": Refused("it fails"),
+}
 
 
 @pytest.mark.parametrize("run", [evaluate, evaluate_as_engine])

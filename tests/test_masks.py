@@ -73,8 +73,11 @@ def test_algebra_is_that_of_the_dense_masks(ids, window):
     joined = [(a & b, A & B), (a | b, A | B), (~a, ~A)]
     for x, y in ((a, bare), (bare, a)):
         joined += [(x & y, A & B), (x | y, A | B)]
+    some = random_rows(ids, window)[0].flip(0)
     for mask, dense in joined:
         assert torch.equal(mask.dense(L, L), dense) and torch.equal(mask.blocks(L, L, 1).allowed, dense.long())
+        part = mask.of_queries(some)
+        assert torch.equal(part.dense(len(some), L), dense[some]) and (part.ranges is None) == (mask.ranges is None)
     assert torch.equal((~(a & b)).dense(L, L), (~a | ~b).dense(L, L))
 
 
@@ -105,9 +108,9 @@ def test_rollouts(ids, seed, depths, window):
     for d in range(1, depths):
         at += [(a, d) for a in random_rows(ids, seed)[0].tolist()]
     at = [(i, 0) for i in range(L)] + at
-    dense = rollouts(
-        torch.tensor([a for a, _ in at]), torch.tensor([d for _, d in at]), torch.tensor(ids), window
-    ).dense(len(at), len(at))
+    mask = rollouts(torch.tensor([a for a, _ in at]), torch.tensor([d for _, d in at]), torch.tensor(ids), window)
+    dense = mask.dense(len(at), len(at))
+    assert mask.ranges and torch.equal(mask.blocks(len(at), len(at), 1).allowed, dense.long())
     for q, (a, d) in enumerate(at):
         past = {(j, 0) for j in range(a + 1) if window is None or j > a + d - window} | {(a, e) for e in range(d + 1)}
         want = {kv for kv, (j, e) in enumerate(at) if (j, e) in past and ids[j] == ids[a] != -1}

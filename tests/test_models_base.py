@@ -7,7 +7,7 @@ import signal
 import forked
 import pytest
 import torch
-from matrix import DRAFTERS, batch_for, drafter
+from matrix import DRAFTERS, batch_for, drafter, train_step
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
@@ -307,6 +307,15 @@ def test_a_batch_is_one_packed_row(name):
     for key in batch.keys() - {"input_ids"}:
         with pytest.raises(ValueError, match=rf"^{key} is \[1, 67.*beside input_ids of \[1, 72\]"):
             model(**batch | {key: batch[key][:, :-5]}, **options)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "peagle", "mtp"])
+def test_without_a_loss_mask_all_tokens_are_trained(name):
+    "Those of the first document too, and no padding."
+    model = drafter(name, "qwen3")
+    batch = batch_for(model, "qwen3")
+    every = batch | dict(loss_mask=batch["document_ids"] >= 0)
+    assert train_step(model, batch | dict(loss_mask=None), name)[0] == train_step(model, every, name)[0]
 
 
 def test_a_missing_tensor_of_a_batch_is_named():

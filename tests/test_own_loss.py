@@ -96,8 +96,10 @@ def test_one_may_read_the_acceptance(features):
         seen.append(drafted.accept)
         return drafted.accept
 
-    drafter.train()(**row, per_position_loss_weight="by_acceptance", generator=torch.Generator().manual_seed(0))
+    for weight in ("by_acceptance", by_acceptance):  # a registered function is what its name says
+        drafter.train()(**row, per_position_loss_weight=weight, generator=torch.Generator().manual_seed(0))
     assert seen[0].shape[1] == drafter.config.block_size and 0 < seen[0].max() <= 1
+    assert torch.equal(*seen)
 
 
 @pytest.mark.parametrize("mixture", [{"gap": 1.0}, {"gap": 0.3, "kl_div": 0.7}])

@@ -102,7 +102,8 @@ def test_collate_shapes_and_dtypes():
         "document_ids": ((1, 10), torch.int64),
     }
     integers = sample(4) | {"loss_mask": torch.tensor([0, 1, 1, 0])}  # masks of other tools are integers
-    assert collate([integers], 5)["loss_mask"].tolist() == [[False, True, True, False, False]]
+    mask = collate([integers], 5)["loss_mask"]
+    assert mask.dtype == torch.bool and mask.tolist() == [[False, True, True, False, False]]
 
 
 def test_collate_refuses_uneven_samples():

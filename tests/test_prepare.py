@@ -347,8 +347,10 @@ def test_max_samples_is_a_fair_lot(tmp_path):
     hits = np.bincount([i for t in taken for i in t], minlength=50)
     # 120 draws, half of them expected in either half: 5 standard deviations
     assert hits.max() < 12 and hits[:25].sum() in range(33, 88)
-    again = prepare_data(chats, bytes_tokenizer(), tmp_path / "again", max_samples=10, seed=3)
+    odd = [{"messages": 5}]  # is none of those to choose from
+    again = prepare_data(chats + odd, bytes_tokenizer(), tmp_path / "again", max_samples=10, seed=3)
     assert {r["input_ids"][0].item() for r in again.rows} == taken[3]
+    assert again.table.conversations["not chosen"] == 50 - 10
     first = prepare_data(chats, bytes_tokenizer(), tmp_path / "first", max_samples=10, shuffle=False)
     assert [r["input_ids"][0].item() for r in first.rows] == list(range(10))
     assert first.table.loc["read", "conversations"] == 10  # the rest was not even read

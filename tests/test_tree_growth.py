@@ -82,8 +82,9 @@ def test_certain_laws_make_a_chain():
     sure = torch.tensor([0.0, -1e9, -1e9])
     tree, _ = dynamic_tree(lambda nodes, tokens, parents: sure.expand(len(nodes), 3), 2, 5, 4)
     assert tree.tokens.tolist() == [0, 0, 0, 0] and tree.parents.tolist() == [-1, 0, 1, 2]
-    with pytest.raises(ValueError, match="depth=0"):
-        dynamic_tree(lambda *a: sure[None], 2, 0, 4)
+    for name in ("top_k", "depth", "total_tokens"):
+        with pytest.raises(ValueError, match=f"{name}=0"):
+            dynamic_tree(lambda *a: sure[None], **dict(top_k=2, depth=1, total_tokens=4) | {name: 0})
 
 
 def law_of(seed, vocab):

@@ -220,9 +220,14 @@ def test_requests_of_a_batch_stop_apart_and_learn_together(verifier):
 
 def test_the_drafter_alone_still_drafts_all(verifier):
     drafter = noisy(verifier, 0.2)
-    stopping = StoppingDrafter(drafter, LengthByConfidence(step_costs(4, 0.9)))
+    costs = step_costs(4, 0.9)
+    stopping = StoppingDrafter(drafter, LengthByConfidence(costs))
     short = generate(verifier, stopping, PROMPTS[0], k=4, max_new_tokens=40)
-    assert any(len(s.draft) < s.requested for s in short.steps)
+    text = record_drafts(verifier, drafter, PROMPTS[0], 4, max_new_tokens=40)
+    assert len(short.steps) == simulate([text], LengthByConfidence(costs), costs)[0, 2]
+    assert {len(s.draft) for s in short.steps} >= {0, 1}  # where a token is dear, some steps draft none
+    stopping.policy.goes_on = lambda n, logits: n > 0
+    assert not any(s.draft for s in generate(verifier, stopping, PROMPTS[0], k=4, max_new_tokens=6).steps)
     whole = generate(verifier, drafter, PROMPTS[0], k=4, max_new_tokens=40)
     assert all(len(s.draft) == s.requested for s in whole.steps)
 
@@ -233,3 +238,5 @@ def test_a_drafter_that_cannot_stop_is_refused(verifier):
         generate(verifier, stopping, PROMPTS[0], k=3, max_new_tokens=9)
     with pytest.raises(ValueError, match="parallel=True"):
         StoppingDrafter(NgramDrafter(), LengthByConfidence(COSTS, parallel=True))
+    with pytest.raises(ValueError, match="k=-1"):
+        FixedLength(-1)

@@ -45,7 +45,7 @@ def pack(
     for p in list(range(len(order))) * TRADES:
         i, j = order[p], order[min(p + rng.randint(1, REACH), len(order) - 1)]
         a, b, d = row_of[i], row_of[j], lengths[i] - lengths[j]
-        if a != b and loads[b] + d <= capacity:
+        if loads[b] + d <= capacity:
             row_of[i], row_of[j] = b, a
             loads[a] -= d
             loads[b] += d

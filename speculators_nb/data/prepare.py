@@ -498,7 +498,7 @@ def prepare(
     """Tokenise in memory. What cannot be used is dropped and counted; ValueError if no row is
     left."""
     check_options({"max_length": max_length, "rows": rows, "max_samples": limit})
-    settings = Settings(max_length, rows=rows, dedup=False, shuffle=False, val_fraction=0.0)
+    settings = Settings(max_length, rows=rows, dedup=False, shuffle=False)
     template = ChatTemplate(tokenizer, **template_kwargs)
     result = run_pipeline(
         conversations, Encoder(template, settings, vocab_size or len(template.tokenizer)), limit=limit

@@ -191,8 +191,8 @@ def decoding_step(
     rule: Rule,
     stop: Collection[int],  # token ids that end a text
     columns: Tensor | slice,  # of the hidden states that the drafter reads
-    inputs: dict | None = None,  # pictures of the only request's prompt
-    again: int = 0,  # first tokens of the only request that are read once more
+    inputs: dict | None,  # pictures of the only request's prompt
+    again: int,  # first tokens of the only request that are read once more
 ) -> list[Looked]:  # B
     "One step of all requests. A device is waited for once."
     model = context.verifier
@@ -267,7 +267,7 @@ def generate(
     ]
     warn_beyond_training(drafter, k)
 
-    longest = max((len(r.tokens) + r.remaining for r in requests), default=0)
+    longest = max(len(r.tokens) + r.remaining for r in requests)
     for active in [requests] if longest <= verifier.border else [[r] for r in requests]:
         context = context_for(verifier, len(active), kv_cache, longest)
         while active:

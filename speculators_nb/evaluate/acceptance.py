@@ -351,7 +351,7 @@ def measurable(
         try:
             if isinstance(prompt, Refused):
                 raise ValueError(prompt.why)
-            check_request(verifier, torch.as_tensor(prompt, dtype=torch.long), 1)
+            check_request(verifier, torch.as_tensor(prompt), 1)
         except ValueError as e:
             skipped[i] = str(e)
     if prompts and len(skipped) == len(prompts):

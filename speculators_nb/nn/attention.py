@@ -583,7 +583,7 @@ def masked_flex(
     v: Tensor,  # [B, Hkv, K, D]
     mask: Mask,  # of Q queries and K keys
     scale: float,  # on the scores
-    want_lse: bool = False,  # also return the log-sum-exp of each query's scores
+    want_lse: bool,  # also return the log-sum-exp of each query's scores
     mask_device: torch.device | None = None,  # as in `flex_mask`
 ) -> tuple[Tensor, Tensor | None]:  # [B, Hq, Q, D], log-sum-exp [B, Hq, Q] float32
     """flex_attention under a mask; both results are differentiable on CUDA.

@@ -303,7 +303,6 @@ def dpace(
     2605.18810)."""
     if not 0 <= alpha <= 1:
         raise ValueError(f"alpha={alpha} must lie in [0, 1]")
-    mask = mask.to(torch.float32)
     accepted = (1 - alpha) * torch.exp(-loss.detach().float()) + alpha
     survival = mask * torch.where(mask > 0, accepted, 1.0).cumprod(-1)
     return mask * survival.flip(-1).cumsum(-1).flip(-1)
