@@ -1,5 +1,6 @@
 """Every drafter learns while it serves, and the text stays the verifier's."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -156,6 +157,25 @@ def test_learning_from_drafts_along_stored_answers(verifier):
     before = loss()
     drafter.learn(8)
     assert loss() < before
+
+
+def test_what_is_not_finite_is_not_learned(verifier):
+    "The weights stay what they are, and the next request is learned from as if nothing had been."
+    model = new_drafter("eagle3", PATH, **arguments("eagle3"))
+    drafter = OnlineDrafter(model, total_seq_len=64, memory=64)
+    tapped = Verifier(verifier.model, drafter.aux_layer_ids)
+    drafter.keep(generate(tapped, drafter, PROMPTS[0], max_new_tokens=8, k=3))
+    drafter.learn()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    states = drafter.rows[-1]["hidden_states"].clone()
+    drafter.rows[-1]["hidden_states"][3] = float("nan")
+    with pytest.raises(FloatingPointError, match="step 2 is not finite, and nothing is learned .* learning_rate"):
+        drafter.learn()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items()) and not model.training
+    drafter.rows[-1]["hidden_states"] = states
+    assert math.isfinite(drafter.learn())
+    with pytest.raises(ValueError, match="steps=0"):
+        drafter.learn(0)
 
 
 def test_earlier_samples_are_every_second_one(verifier):

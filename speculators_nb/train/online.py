@@ -222,9 +222,12 @@ class OnlineDrafter:
 
     def learn(self, steps: int = 1) -> float:  # loss of the last step
         """Training steps, by the model's own loss; the next request is drafted for with what
-        was learned. Errors: ValueError where nothing was kept."""
+        was learned. Errors: ValueError where nothing was kept; FloatingPointError, the model as
+        it was, for a gradient that is not finite."""
         if not self.rows:
             raise ValueError("nothing to learn from: `keep` a request first")
+        if steps < 1:
+            raise ValueError(f"steps={steps}: trains nothing; give 1 or more")
         model: Any = self.model.train()
         for _ in range(steps):
             batch = self.packed_row()
@@ -241,9 +244,16 @@ class OnlineDrafter:
                 place = rejected.nonzero()[:, 2]
                 loss = loss + self.rejected_weight * rejected_loss(log_q, p[rejected], place)
             loss.backward()
-            clip_gradients(model.parameters(), 1.0)
-            self.optimizer.step()
+            finite = bool(clip_gradients(model.parameters(), 1.0).isfinite())
+            if finite:
+                self.optimizer.step()
             self.optimizer.zero_grad()
             self.steps += 1
+            if not finite:
+                model.eval()
+                raise FloatingPointError(
+                    f"the gradient of step {self.steps} is not finite, and nothing is learned "
+                    "from it: look at the hidden states of the requests, or lower learning_rate"
+                )
         self.drafter = model.eval().drafter()
         return float(loss.detach())
