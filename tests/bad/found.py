@@ -420,6 +420,7 @@ CASES = [
             ),
             ("an empty table of positions", {"positions": ""}, "run/positions.csv: is no table"),
             ("a table of nothing", {"summary": "\n\n\n"}, "run/summary.csv: is no table"),
+            ("a run without a drafter", {"summary": "\n"}, "run/summary.csv: nothing was drafted in this run"),
         )
     ),
     Case(
