@@ -66,6 +66,8 @@ def read_table(file: Path, **setting: int) -> pd.DataFrame:
         raise FileNotFoundError(f"{file}: no such file; evaluate again")
     if file.stem == "performance" and file.stat().st_size <= 1:
         return pd.DataFrame()  # our own decoder is not timed
+    if file.stat().st_size == 1:  # as `save` writes it
+        raise ValueError(f"{file}: nothing was drafted in this run, so it has no acceptance; name one with a drafter")
     try:
         # a domain may be called NA, a drafter 1
         names: Any = dict(drafter=str, domain=str)

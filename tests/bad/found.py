@@ -403,6 +403,7 @@ CASES = [
                 "run/positions.csv: has no row; evaluate again",
             ),
             ("an empty table of positions", {"positions": ""}, "run/positions.csv: is no table"),
+            ("a run without a drafter", {"summary": "\n"}, "run/summary.csv: nothing was drafted in this run"),
         )
     ),
     Case(
