@@ -295,6 +295,28 @@ def test_a_drafter_is_trained_on_pictures(folder, prepared, tmp_path, family):
     assert drafter.aux_layer_ids == tuple(verifier.aux_layer_ids)
 
 
+def test_another_picture_of_the_same_size_is_another_row(folder, tmp_path):
+    "The tokens are the same, and features of the picture before would be kept."
+    shutil.copytree(folder / "pictures", tmp_path / "pictures")
+    verifier, chats = Verifier.from_pretrained(str(folder / "qwen2_vl")), [asked("a.png"), asked("b.png")]
+    places = {"output_dir": tmp_path / "p", "image_folder": tmp_path, "val_fraction": 0, "shuffle": False}
+    out = prepare_data(chats, folder / "qwen2_vl", **places)
+    extract_features(verifier, out.rows, tmp_path / "features", indices=[0])
+    assert len(prepare_data(chats, folder / "qwen2_vl", **places)) == 2
+    old = Image.open(tmp_path / "pictures/a.png").convert("RGB")
+    old.rotate(180).save(tmp_path / "pictures/a.png")
+    with pytest.raises(ValueError, match="was prepared from something else: there is another picture .*/a.png"):
+        prepare_data(chats, folder / "qwen2_vl", **places)
+    for read in (row_inputs(out.rows, folder / "qwen2_vl"), chat_request(out.rows)):
+        assert read(1)
+        with pytest.raises(ValueError, match="a.png: the picture has changed since the row was prepared"):
+            read(0)
+    again = prepare_data(chats, folder / "qwen2_vl", overwrite=True, **places)
+    assert all(a["input_ids"].tolist() == b["input_ids"].tolist() for a, b in zip(out.rows, again.rows))
+    with pytest.raises(ValueError, match="another origin: data.fingerprint was"):
+        extract_features(verifier, again.rows, tmp_path / "features")
+
+
 def test_the_pictures_matter(folder, prepared):
     verifier = Verifier.from_pretrained(str(folder / "qwen2_vl"))
     row, template = prepared.rows.with_format(None)[0], ChatTemplate(load_processor(folder / "qwen2_vl"))

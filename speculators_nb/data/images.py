@@ -23,11 +23,11 @@ import torch
 from datasets import Dataset
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from ..core.files import atomic_write
+from ..core.files import atomic_write, read_errors
 from ..core.http_client import proxy_for, read_reply, time_left, time_limit
 from .chat_encoding import Rows, check_ids, read_conversation, token_mask
 from .chat_template import ALL, ChatTemplate, Trained, load_processor, merge_turns, texts_in, turns_of
-from .messages import BadRow, Conversation, as_json, check_text, in_a_spelling, tools_of
+from .messages import BadRow, Conversation, as_json, check_text, in_a_spelling, parts_of, tools_of
 from .prepared_folder import config_of
 
 NAT64 = ipaddress.ip_network("64:ff9b::/96")  # RFC 6052: the last 32 bits are an IPv4 address
@@ -203,12 +203,42 @@ def picture_file(part: dict) -> Path | None:
     return Path(unquote(urlsplit(url).path))
 
 
+def _digest(file):
+    "SHA-256 of a file, in hexadecimal digits."
+    with read_errors(file), open(file, "rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def unchanged_file(part: dict) -> Path | None:
+    "As `picture_file`. BadRow: there is another picture than when the row was prepared."
+    file = picture_file(part)
+    if file and "sha256" in part and file.is_file() and _digest(file) != part["sha256"]:
+        raise BadRow("the picture has changed since the row was prepared; prepare the data again", str(file))
+    return file
+
+
+def changed_picture(rows: Dataset, since: float) -> str | None:
+    """The first picture of a prepared table that there is another of, among the files that were touched after `since`
+    (seconds of the clock): of many pictures few are read. None: there is none, or it is missing."""
+    if "messages" not in rows.column_names:
+        return None
+    for row in rows.with_format(None).select_columns(["messages"]):
+        for part in parts_of(as_json(row["messages"], "messages")):
+            try:
+                file = picture_file(part)
+                if file and file.is_file() and file.stat().st_ctime >= since:
+                    unchanged_file(part)
+            except BadRow as e:
+                return e.at
+    return None
+
+
 def with_pictures_inside(messages: list[dict]) -> list[dict]:
     """Messages of `resolve_images` as a server takes them, which may not be able to read a picture's file: its bytes
     are in a data: address. BadRow: as of `for_server`."""
 
     def inside(part):
-        file = picture_file(part) if isinstance(part, dict) else None
+        file = unchanged_file(part) if isinstance(part, dict) else None
         if file is None:
             return part
         kind, content = for_server(file)
@@ -283,7 +313,7 @@ def resolve_images(
     folder: str | Path = ".",  # pictures' paths start here, and may not leave it
     store: str | Path | None = None,  # folder for pictures given as bytes; None: refuse them
     allow_urls: bool = False,  # fetch http(s) addresses into `store`
-) -> list[dict]:  # messages; pictures: {"type": "image_url", "image_url": {"url": "file:///…"}}
+) -> list[dict]:  # messages; pictures: {"type": "image_url", "image_url": {"url": "file:///…"}, "sha256": …}
     """Normalise messages, and find every picture. BadRow: a path that leads out, an address
     that is not allowed, a kind of part that is not known."""
     conversation = read_conversation(row)
@@ -304,7 +334,8 @@ def resolve_images(
             source = beside.pop(0)
         source = _content(source, at, part.get("base64") is not None, allow_urls)
         path = _stored(source, at, store) if isinstance(source, bytes) else _local(source, at, Path(folder))
-        return {"type": "image_url", "image_url": {"url": path.absolute().as_uri()}}
+        address = {"url": path.absolute().as_uri()}
+        return {"type": "image_url", "image_url": address, "sha256": _digest(path)}
 
     messages = copy.deepcopy(conversation.messages)
     for i, message in enumerate(messages):
@@ -333,15 +364,9 @@ def _split_at_marks(text):
     return [part for part in parts if part["type"] == "image" or part["text"]]
 
 
-def _parts(messages) -> list:
-    "The parts of all messages whose content is a list."
-    contents = [m.get("content") for m in messages if isinstance(m, dict)]
-    return [part for content in contents if isinstance(content, list) for part in content]
-
-
 def pictures_of(messages: list[dict]) -> list[Image.Image]:
     "The pictures of `resolve_images`, as of `load_picture`, in the order of their places."
-    return [load_picture(file) for part in _parts(messages) if (file := picture_file(part))]
+    return [load_picture(file) for part in parts_of(messages) if (file := unchanged_file(part))]
 
 
 def for_template(messages: list[dict]) -> list[dict]:
@@ -435,7 +460,7 @@ def inputs_of(row: dict, template: ChatTemplate) -> dict[str, torch.Tensor]:
     it was made with: its pictures, as tensors; empty: the row is text. ValueError if messages and ids do not belong
     together (other pictures, other processor)."""
     messages: Any = as_json(row.get("messages"), "messages") or []
-    if not _parts(messages):
+    if not parts_of(messages):
         return {}
     made = process(template(for_template(messages), tools_of(row))[0], messages, template.owner)
     ids = [int(t) for t in row["input_ids"]]
@@ -463,6 +488,6 @@ def row_inputs(dataset: Dataset, processor) -> Callable[[int], dict]:
     def inputs(i):
         row = table[i]
         messages: Any = as_json(row["messages"], "messages") or []  # text, where upstream's library wrote them
-        return inputs_of(row, template()) if _parts(messages) else {}
+        return inputs_of(row, template()) if parts_of(messages) else {}
 
     return inputs

@@ -289,11 +289,20 @@ def tools_of(row) -> list[dict] | None:
     return tools or None
 
 
+def parts_of(messages) -> list[dict]:
+    "The parts of messages whose content is a list, as they are written, texts aside; empty: they are no messages."
+    contents = [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
+    return [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+
+
 def holds_pictures(messages) -> bool:
     "Whether a part of a message, as it is written, is a picture; False for what are no messages."
-    contents = [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return any(isinstance(part, dict) and part.get("type") in ("image", "image_url") for part in parts)
+    return any(part.get("type") in ("image", "image_url") for part in parts_of(messages))
+
+
+def picture_digests(messages) -> list[str]:
+    "SHA-256 of each picture, where a prepared row has recorded it (`images.resolve_images`)."
+    return [part["sha256"] for part in parts_of(messages) if "sha256" in part]
 
 
 def messages_alone(row) -> list[dict]:

@@ -37,10 +37,10 @@ from ..core.options import check_options
 from ..core.provenance import provenance
 from .chat_encoding import FEATURES, add_trained, arrow_columns, encode_batch, read_conversation
 from .chat_template import ChatTemplate, Trained, fingerprint_template, load_processor, texts_in
-from .images import encode_images, resolve_images
+from .images import changed_picture, encode_images, resolve_images
 from .messages import REASONS, BadRow, brief, content_hash, reason_of
 from .prepared_folder import Prepared, changes
-from .sources import HELD_OUT, Located, conversation_count, files_of, located
+from .sources import HELD_OUT, Located, conversation_count, files_of, load_table, located
 from ..nn.target_head import verifier_config
 from ..verifier.folders import origin_of
 from ..verifier.row_limits import Excess, RowLimits
@@ -719,6 +719,10 @@ def prepare_data(
     with disk_errors(folder), FileLock(place.with_name(f".{place.name}.lock")):
         old = origin_of(folder)
         changed = old and changes(BEFORE | {"image_processor": pictures} | old, origin)
+        if old and not changed:
+            made_at = (folder / "data_config.json").stat().st_mtime
+            picture = changed_picture(load_table(folder), made_at)
+            changed = [f"there is another picture {picture}"] if picture else []
         if changed and not overwrite:
             raise ValueError(
                 f"output_dir {str(folder)!r} was prepared from something else: "

@@ -19,6 +19,7 @@ from tqdm.auto import tqdm
 
 from ..core.files import DiskError, disk_errors, read_object, write_object
 from ..data.chat_encoding import save_prepared
+from ..data.messages import as_json, picture_digests
 from ..data.prepared_folder import config_of, read_data_config
 from ..data.sources import load_table
 from ..verifier.folders import layout_of, legacy_files, refuse_model
@@ -83,10 +84,14 @@ def table_of(rows: Dataset | str | os.PathLike) -> Dataset:
 def origin(model: dict, layer_ids: list[int], dataset: Dataset, dtype: torch.dtype | str) -> dict:
     """What a feature folder is made of, the content of data_config.json: what is known of the verifier, of which
     "fingerprint" is compared, the layers of the stored slots, the last one included, rows with input_ids and seq_len,
-    dtype of the states."""
+    and pictures, dtype of the states."""
     rows = hashlib.sha256()
     for ids in RowTokens(dataset):
         rows.update(len(ids).to_bytes(4, "little") + ids.astype(np.int64).tobytes())
+    if "messages" in dataset.column_names:
+        for row in dataset.select_columns(["messages"]).with_format(None):
+            for digest in picture_digests(as_json(row["messages"], "messages")):
+                rows.update(digest.encode())
     versions = {p: version(p) for p in ("torch", "transformers", "safetensors")}
     return {
         "version": "3.0",

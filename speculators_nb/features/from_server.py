@@ -15,7 +15,7 @@ from ..core.files import DiskError
 from ..core.http_client import EndpointError
 from ..core.options import check_options
 from ..data.images import with_pictures_inside
-from ..data.messages import as_json, tools_of
+from ..data.messages import as_json, parts_of, tools_of
 from ..data.prepared_folder import config_of
 from ..jobs.ranks import shard
 from ..jobs.servers import addresses_of
@@ -37,9 +37,8 @@ def chat_request(rows: Dataset) -> Callable[[int], dict | None]:
 
     def request(i):
         row: Any = table[i]
-        messages: Any = as_json(row["messages"], "messages") or []
-        parts = [part for m in messages if isinstance(m.get("content"), list) for part in m["content"]]
-        if all(part.get("type") == "text" for part in parts):
+        messages: Any = as_json(row["messages"], "messages")
+        if all(part.get("type") == "text" for part in parts_of(messages)):
             return None
         chat = {"messages": with_pictures_inside(messages)}
         if kwargs:
