@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.utils.data import DataLoader, Subset
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -230,6 +230,7 @@ def test_a_row_does_not_see_its_neighbours():
 def test_what_is_stored_is_read(tmp_path, dtype):
     states = torch.randn(7, 4, 16) * torch.logspace(-1, 2, 7)[:, None, None]
     write_features(feature_path(tmp_path, 0), states, range(7), dtype)
+    assert load_file(feature_path(tmp_path, 0))["hidden_states"].dtype == getattr(torch, dtype)
     # half a step of the mantissa; fp8 is read as bfloat16
     eps = {"bfloat16": 2**-8, "float16": 2**-11, "float32": 0, "float8_e4m3fn": 2**-4 + 2**-8}[dtype]
     assert (

@@ -141,6 +141,7 @@ def test_a_bad_row_is_skipped_or_an_error():
         source[1]
     row = FeatureRow(torch.arange(3), torch.ones(3, dtype=torch.bool), torch.ones(3, 4, 8))
     assert row_problem(row, (4, 8), 50) is None and row_problem(row, (4, 6), 50) and row_problem(row, (4, 8), 2)
+    assert row_problem(row, None, None) is None  # nothing is known of the others
 
 
 # ---- files that a server of vLLM writes
