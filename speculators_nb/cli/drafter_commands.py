@@ -59,7 +59,7 @@ else:
 KEPT = "checkpoints that are complete are kept, --resume continues from the newest"
 
 
-GIVEN_TO_TRAINER = (  # options of `train` that are training arguments of the same name
+GIVEN_TO_TRAINER = (  # options of `train` that the trainer takes by the same name, whatever the drafter
     *("num_train_epochs", "total_seq_len", "gradient_accumulation_steps", "bf16", "fsdp"),
     *("learning_rate", "optimizer", "checkpoint_format", "context_parallel_size", "save_dtype"),
     *("early_stopping_patience", "regenerate_every"),
