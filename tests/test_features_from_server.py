@@ -3,6 +3,7 @@ once, whole, and nothing is left behind."""
 
 import json
 import os
+import pickle
 import signal
 import socket
 import threading
@@ -315,10 +316,12 @@ def test_trainer_killed_then_resumed(tmp_path):
         torch.testing.assert_close(one[name], other[name], rtol=1e-6, atol=1e-7)
 
 
-def test_loader_workers_fetch_ahead(tmp_path):
+@pytest.mark.parametrize("sent", [lambda data: data, lambda data: pickle.loads(pickle.dumps(data))])
+def test_loader_workers_fetch_ahead(tmp_path, sent):
+    "Workers that are forked, and those that are spawned, to which the data are sent."
     rows = make_rows(12)
     with Fake(tmp_path / "storage") as fake:
-        data = ServerFeatures(fake.url, rows, fake.storage, LAYERS, layers=[2, 4], dtype=torch.float32)
+        data = sent(ServerFeatures(fake.url, rows, fake.storage, LAYERS, layers=[2, 4], dtype=torch.float32))
         got = list(DataLoader(data, batch_size=4, collate_fn=list, num_workers=2))
         assert fake.left() == []
     for ids, sample in zip(rows["input_ids"], [s for batch in got for s in batch]):

@@ -2,6 +2,7 @@
 stranger's data may not do."""
 
 import base64
+import copy
 import io
 import json
 import shutil
@@ -49,12 +50,13 @@ from speculators_nb.data.images import (
     row_inputs,
     shown_address,
 )
+from speculators_nb.data.messages import parts_of
 from speculators_nb.data.prepare import prepare_data
 from speculators_nb.data.prepared_folder import load_prepared
 from speculators_nb.evaluate import load
 from speculators_nb.evaluate.prompts import encode_each, prompt_of, read_prompts
 from speculators_nb.features.extraction import HiddenStatesClient
-from speculators_nb.features.feature_folder import FeatureDataset
+from speculators_nb.features.feature_folder import FeatureDataset, origin
 from speculators_nb.features.from_server import chat_request
 from speculators_nb.features.in_process import LiveFeatures, extract_features
 from speculators_nb.models.base import SpeculatorModel
@@ -464,6 +466,20 @@ def test_pictures_are_loaded_as_transformers_loads_them(tmp_path):
                 assert (np.array(ours) == theirs).all(), (name, source)
 
 
+@pytest.mark.parametrize("kind", ["png", "webp"])
+def test_exif_data_that_cannot_be_read_turn_nothing(tmp_path, kind):
+    "Pictures of the web have such data; those of a JPEG are passed over by Pillow itself."
+    file = tmp_path / f"a.{kind}"
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 255, (24, 40, 3)).astype(np.uint8))
+    picture.save(file, exif=b"Exif\0\0no data of EXIF", **({"lossless": True} if kind == "webp" else {}))
+    assert for_server(file) == (kind, file.read_bytes())
+    with Image.open(file) as opened:
+        for source in (file.name, opened):
+            chat = {"images": [source], "messages": [{"role": "user", "content": [{"type": "image"}]}]}
+            (ours,) = pictures_of(resolve_images(chat, tmp_path, store=tmp_path))
+            assert (np.array(ours) == np.array(picture)).all()
+
+
 def test_the_same_fault_of_many_pictures_is_one_line_of_the_report(folder, tmp_path):
     (tmp_path / "pictures").mkdir()
     content = (folder / "pictures/a.png").read_bytes()
@@ -584,6 +600,23 @@ def test_messages_that_a_table_holds_as_text(folder, prepared):
     ours, theirs = row_inputs(table, processor)(0), row_inputs(prepared.rows, processor)(0)
     assert ours.keys() == theirs.keys() and (ours["pixel_values"] == theirs["pixel_values"]).all()
     assert chat_request(table)(0) == chat_request(prepared.rows)(0)
+
+
+def test_a_table_whose_parts_all_have_the_same_fields(prepared):
+    "As `datasets` infers them: a text has a digest of None, and so has a picture of a row that was prepared without."
+    row = prepared.rows.with_format(None)[0]
+    row["messages"] = row["messages"][::2]  # the questions
+    before = copy.deepcopy(row)
+    pictures = [part for part in parts_of(before["messages"]) if part.pop("sha256", None)]
+    table = Dataset.from_list([row, before])
+    assert pictures and None in [part["sha256"] for part in parts_of(table[0]["messages"])]
+    assert origin({}, [1], table, "bfloat16")["data"]["fingerprint"]
+    request = chat_request(table)
+    urls = [
+        [part["image_url"]["url"] for part in parts_of(request(i)["messages"]) if part["type"] == "image_url"]
+        for i in (0, 1)
+    ]
+    assert urls[0] == urls[1] and len(urls[0]) == len(pictures)
 
 
 def test_a_mask_is_carried_or_refused():

@@ -140,13 +140,24 @@ def fetch_picture(address: str) -> bytes:
         raise BadRow(reason, where, str(e) or type(e).__name__) from None
 
 
+ORIENTATION = 0x0112  # EXIF's tag
+
+
+def is_turned(picture: Image.Image) -> bool:
+    "Whether its EXIF data say that a picture lies on its side or is mirrored; False where they cannot be read."
+    try:
+        return picture.getexif().get(ORIENTATION, 1) != 1
+    except Exception:  # of any kind
+        return False
+
+
 def upright(picture: Image.Image) -> Image.Image:
     "A picture as RGB, turned as its EXIF data say; of an animation the first frame: as transformers loads one."
-    return ImageOps.exif_transpose(picture).convert("RGB")
+    picture.load()
+    return (ImageOps.exif_transpose(picture) if is_turned(picture) else picture).convert("RGB")
 
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-ORIENTATION = 0x0112  # EXIF's tag
 PIXELS: int = Image.MAX_IMAGE_PIXELS or 89_478_485  # 270 MB as RGB
 
 
@@ -181,7 +192,7 @@ def for_server(file: Path) -> tuple[str, bytes]:
     """The kind (png, …) and the bytes of a picture's file for a server, which does not read EXIF data, and transparency
     otherwise than transformers: as they are, or those of the picture `upright`. BadRow: as of `load_picture`."""
     with open_picture(file, str(file)) as picture:
-        if picture.format in FORMATS and picture.mode == "RGB" and picture.getexif().get(ORIENTATION, 1) == 1:
+        if picture.format in FORMATS and picture.mode == "RGB" and not is_turned(picture):
             return picture.format.lower(), file.read_bytes()
     with io.BytesIO() as f:
         load_picture(file).save(f, "PNG")
@@ -212,7 +223,8 @@ def _digest(file):
 def unchanged_file(part: dict) -> Path | None:
     "As `picture_file`. BadRow: there is another picture than when the row was prepared."
     file = picture_file(part)
-    if file and "sha256" in part and file.is_file() and _digest(file) != part["sha256"]:
+    digest = part.get("sha256")  # tables fill in None
+    if file and digest and file.is_file() and _digest(file) != digest:
         raise BadRow("the picture has changed since the row was prepared; prepare the data again", str(file))
     return file
 

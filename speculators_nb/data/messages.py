@@ -301,8 +301,8 @@ def holds_pictures(messages) -> bool:
 
 
 def picture_digests(messages) -> list[str]:
-    "SHA-256 of each picture, where a prepared row has recorded it (`images.resolve_images`)."
-    return [part["sha256"] for part in parts_of(messages) if "sha256" in part]
+    "SHA-256 of each picture, where a prepared row has recorded it (`images.resolve_images`); tables fill in None."
+    return [digest for part in parts_of(messages) if (digest := part.get("sha256"))]
 
 
 def messages_alone(row) -> list[dict]:

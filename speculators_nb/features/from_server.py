@@ -4,6 +4,7 @@ They go to a folder, resumed after any interruption, or online into training."""
 import logging
 import os
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,27 +28,27 @@ from .feature_rows import FeatureError, FeatureRow, FeatureRows
 log = logging.getLogger(__name__)
 
 
+def _chat(table, kwargs, i):
+    row: Any = {} if table is None else table[i]
+    messages: Any = as_json(row.get("messages"), "messages")
+    if all(part.get("type") == "text" for part in parts_of(messages)):
+        return None
+    chat = {"messages": with_pictures_inside(messages)}
+    if kwargs:
+        chat["chat_template_kwargs"] = kwargs
+    if tools := tools_of(row):
+        chat |= {"tools": tools, "tool_choice": "none"}  # they are read, and none need be called
+    return chat
+
+
 def chat_request(rows: Dataset) -> Callable[[int], dict | None]:
     """Row of a prepared table -> what a request holds that renders it, with the pictures inside; None: it has no
     pictures. Text is sent as token ids, which were cut to length; only a row with pictures is sent as messages. What is
-    no picture is not sent: a prepared table may be of unknown origin, and could name any file of this machine."""
-    if "messages" not in rows.column_names:
-        return lambda i: None
-    table, kwargs = rows.with_format(None), config_of(rows).get("origin", {}).get("template_kwargs")
-
-    def request(i):
-        row: Any = table[i]
-        messages: Any = as_json(row["messages"], "messages")
-        if all(part.get("type") == "text" for part in parts_of(messages)):
-            return None
-        chat = {"messages": with_pictures_inside(messages)}
-        if kwargs:
-            chat["chat_template_kwargs"] = kwargs
-        if tools := tools_of(row):
-            chat |= {"tools": tools, "tool_choice": "none"}  # they are read, and none need be called
-        return chat
-
-    return request
+    no picture is not sent: a prepared table may be of unknown origin, and could name any file of this machine. A
+    process that loads rows may be sent the function."""
+    columns = [name for name in ("messages", "tools", "functions") if name in rows.column_names]
+    table = rows.select_columns(columns).with_format(None) if "messages" in columns else None
+    return partial(_chat, table, config_of(rows).get("origin", {}).get("template_kwargs"))
 
 
 def _request_missing(folder, request, concurrency, breaker) -> int:
