@@ -3,6 +3,7 @@ or says why it cannot."""
 
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import TrainerCallback
 
 from speculators_nb.train.checkpoint import last_checkpoint
-from speculators_nb.train.run_record import accumulation, run_changes
+from speculators_nb.train.run_record import accumulation, run_changes, run_record
 from speculators_nb.train.train_drafter import train_drafter
 from speculators_nb.train.trainer import SpeculatorTrainer, log_table, train
 from speculators_nb.train.training_arguments import check_sharding
@@ -249,6 +250,13 @@ def test_ranks_are_converted_where_a_step_keeps_its_rows(tmp_path, caplog):
         train(toy(), samples(16), samples(4, 1), arguments(tmp_path / "c", **given))
 
 
+def test_a_record_says_of_an_argument_nothing_that_another_process_says_otherwise(tmp_path):
+    "Where an object is in memory: ranks would be of other runs, and no resume would be of the same."
+    objects = [partial(Stop(1).on_step_end), partial(Stop(1).on_step_end)]
+    one, other = (run_record(arguments(tmp_path), arguments={"per_position_loss_weight": x}) for x in objects)
+    assert one["model"] == other["model"] and "Stop" in str(one["model"])
+
+
 def test_ranks_that_share_a_row_read_one_at_a_time():
     def of(ranks, sharing, steps):
         counts = dict(world_size=ranks, context_parallel_size=sharing, gradient_accumulation_steps=steps)
@@ -378,6 +386,16 @@ def test_more_patience_after_a_resume_is_what_counts(tmp_path):
     resumed = train(toy(), samples(), samples(5, 1), arguments(tmp_path / "cut", **more, resume_from_checkpoint=True))
     assert resumed.state.global_step == whole.state.global_step
     assert torch.equal(weights(resumed.model), weights(whole.model))
+
+
+def test_a_run_of_fewer_epochs_than_its_checkpoint_has_seen_is_finished(tmp_path):
+    "And goes on where it is given more again."
+    with pytest.raises(KeyboardInterrupt):
+        train(toy(), samples(), samples(5, 1), arguments(tmp_path, num_train_epochs=3), callbacks=[Stop(7)])
+    for epochs, step in ((1, 6), (1, 6), (3, 18)):
+        args = arguments(tmp_path, num_train_epochs=epochs, resume_from_checkpoint=True)
+        assert train(toy(), samples(), samples(5, 1), args).state.global_step == step
+        assert json.loads((tmp_path / "run.json").read_text())["finished"] == {"step": step, "planned": step}
 
 
 class Stops(TrainerCallback):

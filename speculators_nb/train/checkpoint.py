@@ -186,7 +186,7 @@ def check_ranks(seen: Mapping) -> None:
     rank at the same time. Errors: ValueError, on all of them, naming what one rank has otherwise than the first."""
     first, *others = (flat({**record, "run": None}) for record in gather_object([seen]))
     for rank, other in enumerate(others, 1):
-        pairs = {name: (other.get(name), value) for name, value in first.items()}
+        pairs = {name: (other.get(name), first.get(name)) for name in first | other}
         changed = [f"{name} is {b!r} there and {a!r} on rank 0" for name, (b, a) in pairs.items() if a != b]
         if changed:
             raise ValueError(
@@ -324,6 +324,7 @@ class WholeCheckpoints(Trainer):
         self.state = state
         self._load_callback_state()
         if checkpoint and (step >= planned or (not finished and self._patience_ended())):
+            state.max_steps = planned  # by this call; the checkpoint may be of a longer run
             best = state.best_model_checkpoint if self.args.load_best_model_at_end else None
             source = best or checkpoint
             message = f"all {step} steps were taken before; the drafter is that of {source}."

@@ -3,6 +3,7 @@ A resume compares it, and an error names what has changed."""
 
 import hashlib
 import os
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -72,7 +73,7 @@ def _plain(value) -> Any:
         return [_plain(v) for v in value]
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
-    return getattr(value, "__name__", None) or str(value)
+    return getattr(value, "__name__", None) or re.sub(r" at 0x[0-9a-f]+", "", str(value))  # of another process
 
 
 def run_record(
