@@ -145,6 +145,11 @@ class SpeculatorTrainer(PackedLoaders, WholeCheckpoints):
         callbacks: list | None = None,  # more TrainerCallbacks
         measure: Measure | None = None,  # of the model at each evaluation, as eval_{name}
     ):
+        if hasattr(model, "_orig_mod"):
+            raise ValueError(
+                "model is compiled (torch.compile): give the model itself, and "
+                "torch_compile=True where there is an accelerator"
+            )
         if hasattr(model, "verify_training_compatible"):
             model.verify_training_compatible(model)  # ValueError: what is not loaded yet
         self.training_args = training_args or {}
