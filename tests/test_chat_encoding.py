@@ -320,7 +320,9 @@ def test_what_a_tokenizer_begins_a_text_with_is_not_added():
     "As Llama's token of the beginning, which its chat template writes."
     tok, plain = tokenizer(PLAIN), tokenizer(PLAIN)
     begin = ("<|im_start|>", plain.convert_tokens_to_ids("<|im_start|>"))
-    tok.backend_tokenizer.post_processor = processors.TemplateProcessing(single="<|im_start|> $A", special_tokens=[begin])
+    tok.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[begin]
+    )
     assert tok("a").input_ids[0] == begin[1]
     assert encode(talk("a b", "c d"), tok) == encode(talk("a b", "c d"), plain)
 
