@@ -350,6 +350,10 @@ BORROWED = {  # a verifier that a drafter borrows from
         dict(config=lambda c: c.update(tie_word_embeddings=True)),
         "tie_word_embeddings",
     ),
+    "another size": (
+        dict(config=lambda c: c.update(hidden_size=24)),
+        "has hidden_size 24, this drafter's LlamaConfig has 16; they must be equal",
+    ),
     "another vocabulary": (
         dict(tensors={n: torch.ones(65, 16) for n in ("lm_head.weight", "model.embed_tokens.weight")}),
         "embeds 65 tokens|its head has 65 rows",

@@ -319,6 +319,10 @@ SPECULATIVE = {  # arguments of SpeculativeConfig -> what must be answered
         dict(NGRAM, speculative_token_tree="[(0,), (1,)]"),
         "speculative_token_tree=.* has 2 tokens, num_speculative_tokens=3; make them equal",
     ),
+    "a tree that calls": (
+        dict(NGRAM, speculative_token_tree="__import__('os').getcwd()"),
+        "speculative_token_tree: .*not a list of tuples of numbers",
+    ),
     "a tree without end": (
         dict(NGRAM, speculative_token_tree="[" * 5000),
         "speculative_token_tree: .*not a list of tuples",
