@@ -316,6 +316,17 @@ def test_a_template_for_tools():
     assert "# Tools" in with_tools and "# Tools" not in without
 
 
+def test_what_a_tokenizer_begins_a_text_with_is_not_added():
+    "As Llama's token of the beginning, which its chat template writes."
+    tok, plain = tokenizer(PLAIN), tokenizer(PLAIN)
+    begin = ("<|im_start|>", plain.convert_tokens_to_ids("<|im_start|>"))
+    tok.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<|im_start|> $A", special_tokens=[begin]
+    )
+    assert tok("a").input_ids[0] == begin[1]
+    assert encode(talk("a b", "c d"), tok) == encode(talk("a b", "c d"), plain)
+
+
 def test_the_users_tokenizer_is_left_as_it_was():
     tok = KINDS["trimmed"]
     tok.chat_template = PLAIN

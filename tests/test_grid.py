@@ -345,7 +345,6 @@ def test_the_command_in_real_processes(tmp_path, monkeypatch, begun_by):
     assert re.search(rf"Next: speculators-nb evaluate \S+/drafter shipped --import {tmp_path}/own_twin.py", done.stdout)
     left = {path.name for path in (tmp_path / "out").iterdir() if path.is_file()}
     assert left == {
-        ".lock",
         ".answers.json.lock",
         "answers.json",
         "experiment.csv",

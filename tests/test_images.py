@@ -339,7 +339,7 @@ def test_text_is_decoded_as_the_model_decodes_it(folder, family):
     assert said[: len(theirs)] == theirs
 
 
-def test_a_row_with_pictures_is_never_cut(folder, tmp_path):
+def test_a_row_with_pictures_is_never_cut(folder, prepared, tmp_path):
     out = prepare_data(folder / "chats.jsonl", folder / "qwen2_vl", tmp_path / "p", max_length=40, shuffle=False)
     assert len(out) == 3 and "longer than 40 tokens" in out.dropped.index
 

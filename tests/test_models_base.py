@@ -318,6 +318,17 @@ def test_without_a_loss_mask_all_tokens_are_trained(name):
     assert train_step(model, batch | dict(loss_mask=None), name)[0] == train_step(model, every, name)[0]
 
 
+@pytest.mark.parametrize("name", ["eagle3", "peagle", "dflash"])
+def test_an_evaluation_measures_acceptance(name):
+    "By position, at most 1; training does not."
+    model = drafter(name, "qwen3")
+    batch, options = batch_for(model, "qwen3"), model.get_trainer_kwargs(**DRAFTERS[name][2])[1]
+    metrics = [model.train(training)(**batch, **options)[2] for training in (False, True)]
+    accept, nothing = ([key for key in m if key.startswith("accept_") and key.endswith("_sum")] for m in metrics)
+    assert accept and not nothing
+    assert all(0 <= metrics[0][key] <= metrics[0][key.removesuffix("sum") + "total"] for key in accept)
+
+
 def test_a_missing_tensor_of_a_batch_is_named():
     model = drafter("dflash", "qwen3")
     with pytest.raises(ValueError, match="loss_mask=None: DFlashDraftModel needs it"):

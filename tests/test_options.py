@@ -284,4 +284,5 @@ def test_every_option_is_tried_with_bad_values(command, parameter):
     "In tests/bad/commands.py, where options of one rule share their wrong values."
     from bad.commands import CASES
 
-    assert any(c.name.startswith(f"{command}: {parameter.name} ") for c in CASES)
+    tried = any(c.name.startswith(f"{command}: {parameter.name} ") for c in CASES)
+    assert tried, f"{parameter.name} has no wrong values; give it some in BAD of tests/bad/commands.py"

@@ -30,7 +30,7 @@ from test_chat_encoding import PLAIN, tokenizer
 from transformers import AutoTokenizer
 
 from speculators_nb.data.chat_encoding import encode, to_dataset
-from speculators_nb.data.messages import normalize
+from speculators_nb.data.messages import CONVERSATIONS, normalize
 from speculators_nb.data.prepare import Result, RowSpool, fingerprint_data, prepare, prepare_data
 from speculators_nb.data.prepared_folder import changes, load_prepared, read_token_freq
 from speculators_nb.data.sources import read_conversations
@@ -147,6 +147,12 @@ def test_what_held_out_conversations_ask_is_there_as_prompts(chats, tok, tmp_pat
     assert all(any(begins(ids, prompt) for prompt in first) for ids in held)
     assert not any(begins(ids, prompt) for prompt in first for ids in trained)
     assert not (prepare_data(chats, VERIFIER, tmp_path / "all", val_fraction=0).folder / "heldout.jsonl").exists()
+
+
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_evaluate_reads_the_columns_that_prepare_reads(name):
+    asked = [{"role": "user", "content": "How are you?"}]
+    assert prompt_of({name: [*asked, {"role": "assistant", "content": "Fine."}]}).messages == asked
 
 
 def test_questions_of_held_out_conversations_with_pictures_with_tools_and_with_neither():

@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import pytest
 import torch
 import transformers
@@ -290,6 +291,41 @@ def test_a_checkpoint_that_is_named_must_fit_too(killed, tmp_path):
                 resume_from_checkpoint=last_checkpoint(folder),
             ),
         )
+
+
+class Waits(TrainerCallback):
+    "Behind its second step, until it may go on."
+
+    def __init__(self, here, go):
+        self.here, self.go = here, go
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            self.here.set()
+            self.go.wait(60)
+
+
+def test_a_folder_in_which_another_process_trains_is_refused(tmp_path):
+    "It would be told of the other's files, and its checkpoints would be those of an earlier run."
+    here, go = forked.FORK.Event(), forked.FORK.Event()
+    given = dict(save_total_limit=None, max_steps=4, save_strategy="steps", save_steps=1, eval_strategy="no")
+    given |= dict(load_best_model_at_end=False)
+
+    def other():
+        return train(toy(), samples(), args=arguments(tmp_path, **given), callbacks=[Waits(here, go)]).state.global_step
+
+    answer = forked.ask(other)
+    assert here.wait(60)
+    for more in (dict(overwrite=True), dict(resume_from_checkpoint=True)):
+        with pytest.raises(
+            BlockingIOError, match="another process is writing it; wait for it, or choose another folder"
+        ):
+            train(toy(), samples(), args=arguments(tmp_path, **given | more))
+    go.set()
+    assert answer() == 4
+    run = json.loads((tmp_path / "run.json").read_text())["run"]
+    assert {json.loads(p.read_text())["run"] for p in tmp_path.glob("checkpoint-*/run.json")} == {run}
+    assert not list(tmp_path.glob(".*"))
 
 
 # --- a finished run is finished -------------------------------------------------------------------------------------

@@ -165,6 +165,8 @@ def test_content_is_what_is_said():
         {"input_ids": [1], "loss_mask": [1]},
         {"input_ids": [1], "loss_mask": [0]},
         {"input_ids": [1, 1], "loss_mask": [0]},
+        {"dialog": ["hello", 3]},
+        {"dialog": ["good bye", 3]},
     ]
     assert len({content_hash(x) for x in [CHAT, *others]}) == len(others) + 1
 

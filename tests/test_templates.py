@@ -57,6 +57,12 @@ def test_a_call_without_content_is_read_in_the_spelling_that_a_template_knows(te
     assert trained(TURN + template + END, talk(call(**content))) == ["<call>rain {}</call><|im_end|>\n"]
 
 
+def test_a_call_may_stand_without_an_object_around_it():
+    flat = {"role": "assistant", "content": "", "tool_calls": [{"name": "rain", "arguments": {}}]}
+    template = TURN + "{{ m.content or '' }}" + CALL.replace("c.function.", "c.") + END
+    assert trained(template, talk(flat)) == ["<call>rain {}</call><|im_end|>\n"]
+
+
 @pytest.mark.parametrize("word", ["None", "null"])
 def test_a_call_may_spell_the_word_that_is_wrong_as_content(word):
     turn = call(json.dumps({"of": word}), content=None)

@@ -677,6 +677,11 @@ def test_arguments_without_meaning_are_refused(tmp_path, monkeypatch, kwargs, me
         SpeculatorTrainingArguments(str(tmp_path), **kwargs)
 
 
+def test_a_compiled_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="model is compiled .*: give the model itself, and torch_compile=True"):
+        train(torch.compile(toy(), backend="eager"), samples(), samples(3, 1), arguments(tmp_path))
+
+
 def test_unknown_names_and_double_names(tmp_path):
     with pytest.raises(ValueError, match="nois=1: neither Toy nor the trainer takes this name. Did you mean noise"):
         train(toy(), samples(), output_dir=str(tmp_path), nois=1)

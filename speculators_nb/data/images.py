@@ -222,6 +222,7 @@ def changed_picture(rows: Dataset, since: float) -> str | None:
     (seconds of the clock): of many pictures few are read. None: there is none, or it is missing."""
     if "messages" not in rows.column_names:
         return None
+    row: Any
     for row in rows.with_format(None).select_columns(["messages"]):
         for part in parts_of(as_json(row["messages"], "messages")):
             try:

@@ -353,7 +353,7 @@ def content_hash(row: dict | list | Conversation) -> str:
         try:
             messages, tools = (read.messages, read.tools) if read else (normalize(columns), tools_of(columns))
         except BadRow:  # as it is written
-            turns, tools = columns.get("messages") or columns.get("conversations") or [], columns.get("tools") or None
+            turns, tools = next(filter(None, map(columns.get, CONVERSATIONS)), []), columns.get("tools") or None
         else:
             turns = [{k: v for k, v in m.items() if v is not None and k != "thinking"} for m in messages]
             for turn in turns:

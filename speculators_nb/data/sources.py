@@ -448,9 +448,10 @@ def located(data: str | Path | Iterable) -> Iterator[tuple[str, dict | BadRow]]:
     if isinstance(data, Located):
         yield from data
         return
-    if isinstance(data, (dict, bytes)) or not isinstance(data, (str, Path, Iterable)):
+    columns = isinstance(data, dict) or hasattr(data, "iterrows")  # a DataFrame, which gives the names of its columns
+    if columns or isinstance(data, bytes) or not isinstance(data, (str, Path, Iterable)):
         raise ValueError(
-            f"data={brief(data)} is a {type(data).__name__}; expected a file, "
+            f"data={' '.join(brief(data).split())} is a {type(data).__name__}; expected a file, "
             "a folder, hf:<id>, or a list of conversations"
         )
     if isinstance(data, (str, Path)):

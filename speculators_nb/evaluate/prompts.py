@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ..core.options import PROMPT_SETS, check_options, near, shown
-from ..data.messages import QUESTIONS, brief, holds_pictures, messages_alone, tools_of
+from ..data.messages import CONVERSATIONS, QUESTIONS, brief, holds_pictures, messages_alone, tools_of
 from ..data.sources import HELD_OUT, files_of, hub_name, read_conversations
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ def _all_of(kind: type, column) -> bool:
 
 
 def prompt_of(row: dict, domain: str = "all") -> Prompt | None:
-    """The first question of a row that has a layout, messages or conversations, input_ids with loss_mask, or one of
+    """The first question of a row that has a layout, one of CONVERSATIONS, input_ids with loss_mask, or one of
     QUESTIONS; `domain`: where the row names none. None: it is not filled in. Errors: ValueError naming the fields that
     are known."""
     from ..regenerate.replay import questions_of  # transformers, datasets
@@ -96,10 +96,10 @@ def prompt_of(row: dict, domain: str = "all") -> Prompt | None:
         row, layout = {"turns": column}, LAYOUTS[0]
     if layout is not None:
         messages = [{"role": "user", "content": _question(row, layout)}]
-    elif any(row.get(name) for name in ("messages", "conversations", *QUESTIONS)):
+    elif any(row.get(name) for name in (*CONVERSATIONS, *QUESTIONS)):
         messages = questions_of(messages_alone(row))[0]
     else:
-        known = ", ".join(("messages", "conversations", "input_ids", "turns", *QUESTIONS))
+        known = ", ".join((*CONVERSATIONS, "input_ids", "turns", *QUESTIONS))
         raise ValueError(f"a row has none of {known}; it has {brief(sorted(row))}")
     if messages[-1]["content"] == UNFILLED:
         return None

@@ -89,6 +89,7 @@ def origin(model: dict, layer_ids: list[int], dataset: Dataset, dtype: torch.dty
     for ids in RowTokens(dataset):
         rows.update(len(ids).to_bytes(4, "little") + ids.astype(np.int64).tobytes())
     if "messages" in dataset.column_names:
+        row: Any
         for row in dataset.select_columns(["messages"]).with_format(None):
             for digest in picture_digests(as_json(row["messages"], "messages")):
                 rows.update(digest.encode())

@@ -13,13 +13,13 @@ from .ranks import is_first
 
 
 @contextlib.contextmanager
-def one_writer(folder: str | os.PathLike | None) -> Iterator[None]:
+def one_writer(folder: str | os.PathLike | None, lock: str = ".writer") -> Iterator[None]:
     """Keep other processes from writing an output folder, if there is one, meanwhile; for a launch of several ranks its
-    first one does."""
+    first one does. What a command calls has a lock of its own."""
     if folder is None or not is_first():
         yield
         return
-    with share_writer(folder, Path(folder) / ".writer"):
+    with share_writer(folder, Path(folder) / lock):
         yield
 
 

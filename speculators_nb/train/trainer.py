@@ -28,6 +28,7 @@ from ..core.provenance import without_secrets
 from ..distributed.long_rows import part_of_batch, row_part
 from ..distributed.sharded_training import for_first_rank, shard_model
 from ..distributed.sharding import local, split_again
+from ..jobs.shared_output import one_writer
 from ..nn.compiled import to_device
 from .checkpoint import WholeCheckpoints, replaced_drafter
 from .fresh_answers import FreshAnswers
@@ -144,6 +145,11 @@ class SpeculatorTrainer(PackedLoaders, WholeCheckpoints):
         callbacks: list | None = None,  # more TrainerCallbacks
         measure: Measure | None = None,  # of the model at each evaluation, as eval_{name}
     ):
+        if hasattr(model, "_orig_mod"):
+            raise ValueError(
+                "model is compiled (torch.compile): give the model itself, and "
+                "torch_compile=True where there is an accelerator"
+            )
         if hasattr(model, "verify_training_compatible"):
             model.verify_training_compatible(model)  # ValueError: what is not loaded yet
         self.training_args = training_args or {}
@@ -453,15 +459,18 @@ def train(
     )
     if args.eval_strategy != "no":
         trainer.check_evaluations()
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
-    if trainer.done:
-        return trainer
-    trainer.save_model()
-    if args.should_save:
-        write_text(Path(args.output_dir) / "training_log.csv", log_table(trainer).to_csv())
-    if trainer.has_ended():
-        trainer.finish()
-    elif args.should_save:
-        step, folder = trainer.state.global_step, args.output_dir
-        print(f"Stopped at step {step}: the drafter is in {folder}; resume continues the run.")
+    with one_writer(args.output_dir, ".training"):
+        trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        if trainer.done:
+            return trainer
+        trainer.save_model()
+        if args.should_save:
+            write_text(Path(args.output_dir) / "training_log.csv", log_table(trainer).to_csv())
+        if trainer.has_ended():
+            trainer.finish()
+        elif args.should_save:
+            step, folder = trainer.state.global_step, args.output_dir
+            print(
+                f"Stopped at step {step}: the drafter is in {folder}; resume continues the run."
+            )
     return trainer

@@ -746,7 +746,7 @@ def _wrong(command, p):
         recipe = {"recipe.yaml": f"{command}: {{{p.name}: 3}}"}
         yield Case(f"{command}: {p.name} as a number", line, f"{command}.{p.name}=3: {expect}", recipe)
         return
-    for value, expect in _values(command, p):
+    for value, expect in _values(command, p) or ():
         if expect is not None:
             name = f"{command}: {p.name} {value[:30]}"
             yield Case(name, _typed(command, p, value), expect.replace("{}", p.name, 1))

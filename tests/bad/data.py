@@ -9,6 +9,7 @@ import multiprocessing
 import os
 
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
@@ -613,6 +614,7 @@ CASES += [
         for name, data, error in [
             ("data is a number", 5, "data=5 is a int; expected a file, a folder, hf:<id>, or a list"),
             ("data is one conversation", TALK, "data={.*} is a dict; expected a file"),
+            ("data is a DataFrame", pd.DataFrame([TALK]), "data=.* is a DataFrame; expected a file"),
             ("data is None", None, "data=None is a NoneType; expected a file"),
             ("half a name on the hub", "hf:a::b", "'hf:a::b': expected hf:<id>"),
             ("a path with a zero character", "a\0b.jsonl", "no such file or folder"),
