@@ -339,8 +339,8 @@ def _with_shared(path, name, commands, known, shared, sections, flags) -> dict:
     read: set[str] = set()
     for other in sections if idle else ():
         if other != name:
-            theirs, without = _shared_by(path, other, commands, known, shared, sections, {})
-            read |= theirs.keys() - without
+            theirs, idle_there = _shared_by(path, other, commands, known, shared, sections, {})
+            read |= theirs.keys() - idle_there
     return {field: value for field, value in mine.items() if field not in idle & read} | sections.get(name, {})
 
 
