@@ -110,6 +110,10 @@ FIELDS = {
         layer(model_type="no_such"),
         "transformer_layer_config.model_type='no_such' is missing or names no",
     ),
+    "a family that is a list": (
+        layer(model_type=["llama"]),
+        "transformer_layer_config.model_type=\\['llama'\\] is missing or names no",
+    ),
     "no hidden size": (layer(hidden_size=0), "transformer_layer_config.hidden_size=0: must be at least 1"),
     "a huge hidden size": (
         layer(hidden_size=2**40),
@@ -147,6 +151,7 @@ FIELDS = {
     "a block that is null, with its name": (top(speculators_config=3), "speculators_config.*=3"),
     "a block of nothing": (top(speculators_config={}), "speculators_config.algorithm=.*field required"),
     "no methods": (block(proposal_methods=[]), "proposal_methods=\\[\\]: list should have at least 1"),
+    "a method that is null": (block(proposal_methods=[None]), "proposal_methods.0=None: (input|must|extra|is)"),
     "a method of nothing": (
         block(proposal_methods=[{}]),
         "proposal_methods.0.proposal_type=\\(missing\\): field required",
