@@ -151,7 +151,6 @@ FIELDS = {
     "a block that is null, with its name": (top(speculators_config=3), "speculators_config.*=3"),
     "a block of nothing": (top(speculators_config={}), "speculators_config.algorithm=.*field required"),
     "no methods": (block(proposal_methods=[]), "proposal_methods=\\[\\]: list should have at least 1"),
-    "a method that is null": (block(proposal_methods=[None]), "proposal_methods.0=None: (input|must|extra|is)"),
     "a method of nothing": (
         block(proposal_methods=[{}]),
         "proposal_methods.0.proposal_type=\\(missing\\): field required",
