@@ -401,7 +401,7 @@ json.dump(report, open(out["path"], "w"))
     np.testing.assert_allclose(found.positions.unconditional, np.array(accepted) / steps)
     assert found.performance[(found.performance.k == 2) & (found.performance.domain == "a")].requests.item() == 4
     assert found.requests.prompt.isna().all()  # GuideLLM does not say which prompt was answered
-    with pytest.raises(ValueError, match="token ids and tools cannot"):
+    with pytest.raises(ValueError, match="token ids, tools and pictures cannot"):
         evaluate_engine(VERIFIER, [dict(prompt=[5, 6])], k=2, load="guidellm", method="ngram")
     program.write_text("#!/bin/sh\necho no tokenizer here >&2; exit 3\n")
     with pytest.raises(RuntimeError, match="code 3:\nno tokenizer here"):
