@@ -180,7 +180,7 @@ def test_the_objects_of_every_reply_are_deleted(tmp_path, store):
             messages = [{"role": "assistant", "content": " ".join(map(str, row))}]
             assert client.states(row, {"messages": messages}).shape == (len(row), 4, 16)
         with pytest.raises(ReplyError, match="the server read other tokens than the row's"):
-            client.states([5, 7], [{"role": "assistant", "content": "5 6"}])
+            client.states([5, 7], {"messages": [{"role": "assistant", "content": "5 6"}]})
         assert left(folder) == []
 
 
