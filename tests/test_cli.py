@@ -479,6 +479,9 @@ def test_a_shared_value_without_effect_in_one_section_is_left_out_there_and_refu
             check_options(
                 resolve(COMMANDS["evaluate"], flags, read_recipe(file, "evaluate", COMMANDS, flags)), "evaluate"
             )
+    file.write_text(f"dtype: half\nevaluate.a: {{{running}}}\nevaluate.b: {{{running}}}")
+    with pytest.raises(ValueError, match="dtype='half': is decided when a server starts"):
+        read_sections(file, COMMANDS)  # it would have no effect anywhere
     file.write_text("dtype: half\nserve: {checkpoint: d}\nevaluate: {drafter: d, data: shipped}")
     for flags, dtype in (({}, "auto"), ({"engine": "vllm"}, "half")):
         values = resolve(COMMANDS["evaluate"], flags, read_recipe(file, "evaluate", COMMANDS, flags))

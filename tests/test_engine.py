@@ -222,6 +222,16 @@ def test_a_request_begins_after_the_one_before_is_counted(engine, monkeypatch):
     assert events == ["ask"] + ["ask", "counted"] * 6  # the first is not measured
 
 
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_a_prompt_whose_picture_is_damaged_is_left_out(engine, tmp_path, concurrency):
+    (tmp_path / "a.png").write_bytes(b"\x89PNG")
+    content = [{"type": "image_url", "image_url": {"url": f"file://{tmp_path}/a.png"}}]
+    prompts = [Prompt("a", text="1"), Prompt("a", messages=[dict(role="user", content=content)]), Prompt("a", text="2")]
+    with Server(["vllm", "serve", "m"]) as server:
+        load = run_load(Endpoint(server.url, tries=1), prompts, concurrency, 6)
+    assert load.numbers == [0, 2] and "a.png: no picture in a format that is known" in load.refused[1]
+
+
 def test_the_clock_of_several_requests_leaves_out_the_reading_of_counters(engine, monkeypatch):
     late, start = [0.0], Meter.start
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + late[0], sleep=time.sleep)
@@ -391,7 +401,7 @@ json.dump(report, open(out["path"], "w"))
     np.testing.assert_allclose(found.positions.unconditional, np.array(accepted) / steps)
     assert found.performance[(found.performance.k == 2) & (found.performance.domain == "a")].requests.item() == 4
     assert found.requests.prompt.isna().all()  # GuideLLM does not say which prompt was answered
-    with pytest.raises(ValueError, match="token ids and tools cannot"):
+    with pytest.raises(ValueError, match="token ids, tools and pictures cannot"):
         evaluate_engine(VERIFIER, [dict(prompt=[5, 6])], k=2, load="guidellm", method="ngram")
     program.write_text("#!/bin/sh\necho no tokenizer here >&2; exit 3\n")
     with pytest.raises(RuntimeError, match="code 3:\nno tokenizer here"):

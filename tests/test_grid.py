@@ -275,6 +275,20 @@ def test_a_picture_names_a_winner_only_beyond_the_intervals(own, title):
     assert Experiment(runs, counts(lengths)).plot().axes[0].get_title("left").startswith(title)
 
 
+def test_a_picture_names_no_value_that_is_ahead_only_beside_something_else():
+    "The longest setting has learning_rate 1, the longest mean of a learning rate is that of 2."
+    lengths = {name: dict.fromkeys(range(3), n) for name, n in zip("abcd", (9, 1, 7, 6))}
+    rows = [("a", 1, 1), ("b", 1, 2), ("c", 2, 1), ("d", 2, 2)]
+    runs = [
+        dict(setting=s, seed=i, algorithm="eagle3", learning_rate=r, max_steps=m) for s, r, m in rows for i in range(3)
+    ]
+    title = Experiment(pd.DataFrame(runs), counts(lengths)).plot("learning_rate").axes[0].get_title("left")
+    assert title.startswith("None is ahead")
+    lengths["a"] = dict.fromkeys(range(3), 2)
+    title = Experiment(pd.DataFrame(runs), counts(lengths)).plot("learning_rate").axes[0].get_title("left")
+    assert title.startswith("2 is longest: ")
+
+
 OWN = """
 from speculators_nb.core.config import SpeculatorModelConfig
 from speculators_nb.models.base import SpeculatorModel

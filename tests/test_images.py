@@ -536,7 +536,8 @@ def test_which_conversations_hold_pictures():
 def test_tokens_without_their_pictures_are_refused(folder, prepared, tmp_path):
     "As `regenerate` writes them, with what a server answered to pictures; and those of a prepared folder."
     ids = {"input_ids": [1], "loss_mask": [1]}
-    for row in (ids | {"images": ["x"]}, ids | {"messages": asked("a.png")}):
+    asks = asked("a.png")
+    for row in (ids | {"images": ["x"]}, ids | {"messages": asks}, ids | {"messages": json.dumps(asks)}):
         with pytest.raises(ValueError, match="is tokenised, and has pictures, which would be lost"):
             read_conversation(row)
     out = prepare_data(folder / "prepared", folder / "qwen2_vl", tmp_path / "p", val_fraction=0)
@@ -589,7 +590,16 @@ def test_prompts_with_pictures_are_for_a_server(folder, tmp_path):
     assert message["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
     elsewhere = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x.org/a.png"}}]}]
     assert load._as_sent(elsewhere) == elsewhere
-    assert prompt_of({"input_ids": [1, 2], "messages": elsewhere}).messages == elsewhere
+    for messages in (elsewhere, json.dumps(elsewhere)):
+        assert prompt_of({"input_ids": [1, 2], "messages": messages}).messages == elsewhere
+
+
+def test_what_is_no_file_here_is_for_the_server_to_read():
+    "A file of its machine, an address beside a text that spells one; a call of a tool has no content."
+    for url in ("file:///no/such/folder/a.png", "https://x.org/a.png"):
+        content = [{"type": "text", "text": "file:///tmp"}, {"type": "image_url", "image_url": {"url": url}}]
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "tool_calls": []}]
+        assert load._as_sent(messages) == messages
 
 
 def test_messages_that_a_table_holds_as_text(folder, prepared):

@@ -178,9 +178,9 @@ def test_the_objects_of_every_reply_are_deleted(tmp_path, store):
         client = HiddenStatesClient(fake.url, f"mooncake://{place}")
         for row in ([5, 6], [7], [8, 9, 2]):
             messages = [{"role": "assistant", "content": " ".join(map(str, row))}]
-            assert client.states(row, messages).shape == (len(row), 4, 16)
+            assert client.states(row, {"messages": messages}).shape == (len(row), 4, 16)
         with pytest.raises(ReplyError, match="the server read other tokens than the row's"):
-            client.states([5, 7], [{"role": "assistant", "content": "5 6"}])
+            client.states([5, 7], {"messages": [{"role": "assistant", "content": "5 6"}]})
         assert left(folder) == []
 
 

@@ -4,6 +4,7 @@ that the code knows."""
 import dataclasses
 import inspect
 import math
+import pickle
 import re
 import subprocess
 import sys
@@ -229,6 +230,12 @@ def test_a_registered_drafter_is_known():
 )
 def test_right_values_of_python(values):
     check_options(values)
+
+
+def test_a_refusal_passes_from_a_process_to_another():
+    with pytest.raises(ValueError) as refused:
+        check_options({"engine": "vllm", "rule": "typical"}, "evaluate")
+    assert str(pickle.loads(pickle.dumps(refused.value))) == str(refused.value)
 
 
 def test_a_message_is_short_and_says_no_password():

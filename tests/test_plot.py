@@ -105,6 +105,7 @@ def test_blanks_of_a_tokens_text_can_be_seen_in_a_tree():
     "A label that begins with a blank would stand beside its box's middle, a line break would make two lines."
     (ax,) = plot_tree([-1, 0], [" cat", "\n"], root=" a").axes
     assert [text.get_text() for text in ax.texts] == ["␣a", "␣cat", "⏎"]
+    assert [text.get_text() for text in plot_tree([-1], [7]).axes[0].texts] == ["…", "7"]  # a token id
 
 
 def test_the_style_is_gone_afterwards_and_nothing_else():

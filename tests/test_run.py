@@ -223,6 +223,15 @@ def test_stages_follow_a_verifier_that_another_makes(tmp_path, monkeypatch):
     *makers, reader = stages_of("recipe.yaml")[0]
     assert [stage.output for stage in makers] == [Path("out/verifier"), Path("out/stitched")]
     assert depends_on(makers[1], makers[0]) == depends_on(reader, makers[1]) == ["verifier"]
+    record = RunRecord(Path("out"))
+    for stage, *after in (makers, makers[1:]):
+        record.begin(stage, after)
+        stage.output.mkdir(parents=True)
+        (stage.output / "config.json").write_text("{}")
+        record.end(stage, 1.0)
+        record.stages[stage.name]["output"] = None  # as it was recorded before
+    record.write()
+    assert [planned.state for planned in plan_of(makers, RunRecord(Path("out")))] == ["done", "done"]
     for name, function in cli.app.functions.items():
         if output := {"output", "output_dir", "out"} & inspect.signature(function).parameters.keys():
             assert name in NOT_A_STAGE or {cli.app.outputs[name]} == output, name

@@ -313,23 +313,35 @@ def _parts(path: Path, known: Mapping) -> tuple[dict, dict]:
     return shared, sections
 
 
-def _with_shared(path, name, commands, known, shared, sections, flags) -> dict:
-    """A section's values over those shared values that its command takes; one that another section takes, too, and that
-    has no effect beside the values of this one and the flags, is left out."""
+def _shared_by(path, name, commands, known, shared, sections, flags) -> tuple[dict, set]:
+    "The shared values that the command of a section takes; those without effect beside its own values and the flags."
     command, section = command_of(name), sections.get(name, {})
     mine = {field: value for field, value in shared.items() if field in known[command]}
     mine = _section(mine, known[command], command, f"{path}: ")
-    others = {field for other in sections if other != name for field in known[command_of(other)]}
+    idle: set[str] = set()
     while True:
+        left = {field: value for field, value in mine.items() if field not in idle}
         try:
-            check_options(resolve(commands[command], flags, mine | section), command)
+            check_options(resolve(commands[command], flags, left | section), command)
         except NoEffect as e:
-            if e.name in mine.keys() & others - section.keys() - flags.keys():
-                del mine[e.name]
+            if e.name in left.keys() - section.keys() - flags.keys():
+                idle.add(e.name)
                 continue
         except ValueError:
             pass  # is refused where the rest is known
-        return mine | section
+        return mine, idle
+
+
+def _with_shared(path, name, commands, known, shared, sections, flags) -> dict:
+    """A section's values over those shared values that its command takes; one that has no effect here and has one in
+    another section is left out."""
+    mine, idle = _shared_by(path, name, commands, known, shared, sections, flags)
+    read: set[str] = set()
+    for other in sections if idle else ():
+        if other != name:
+            theirs, idle_there = _shared_by(path, other, commands, known, shared, sections, {})
+            read |= theirs.keys() - idle_there
+    return {field: value for field, value in mine.items() if field not in idle & read} | sections.get(name, {})
 
 
 def read_recipe(

@@ -191,7 +191,9 @@ class RunRecord:
     def entry(self, stage: Stage) -> dict[str, Any]:
         "What is known of a stage; of one that wrote elsewhere before, whether it is outdated."
         entry = self.stages.get(stage.name, {})
-        here = entry.get("output") == (stage.output and str(stage.output))
+        # what from-gguf and stitch-mtp write was recorded as an argument alone
+        place = entry.get("output") or entry.get("arguments", {}).get(app.outputs[stage.command] or "")
+        here = (place and Path(place)) == stage.output
         return entry if here else {k: v for k, v in entry.items() if k == "outdated"}
 
     def begin(self, stage: Stage, after: list[Stage]):

@@ -399,8 +399,8 @@ ONLY_HERE = dict(rule="standard", as_engine=False, device=None, attn_implementat
 class NoEffect(ValueError):
     "An option that is given, and that another one makes useless."
 
-    def __init__(self, name: str, value: Any, why: str):
-        super().__init__(f"{name}={shown(value)}: {why}")
+    def __init__(self, message: str, name: str = ""):
+        super().__init__(message)
         self.name = name
 
 
@@ -410,7 +410,7 @@ def _leave_out(values: Mapping, names: Mapping | Sequence[str], why: str) -> Non
     for name, default in defaults.items():
         value = values.get(name)
         if value is not None and value != [] and value != default:
-            raise NoEffect(name, value, why)
+            raise NoEffect(f"{name}={shown(value)}: {why}", name)
 
 
 def _check_together(values: Mapping, command: str) -> None:

@@ -340,7 +340,7 @@ def plot_tree(
     order, depth, height, leaves = tree_layout(parents)
     texts = {node: str(node) for node in order} if labels is None else dict(enumerate(labels))
     texts[-1] = root
-    texts = {node: text.replace(" ", "␣").replace("\n", "⏎") for node, text in texts.items()}
+    texts = {node: str(text).replace(" ", "␣").replace("\n", "⏎") for node, text in texts.items()}
     path = {-1, *(int(i) for i in accepted)}
     deepest = max(depth.values())
     _, ax = closed_axes(1.1 + 1.15 * deepest, 0.9 + 0.42 * leaves)

@@ -246,19 +246,23 @@ def changed_picture(rows: Dataset, since: float) -> str | None:
     return None
 
 
+def picture_inside(part: dict | str) -> dict | str:
+    """A part of `resolve_images` as a server takes it, which may not be able to read a picture's file: its bytes are in
+    a data: address. BadRow: as of `for_server`."""
+    file = unchanged_file(part) if isinstance(part, dict) else None
+    if file is None:
+        return part
+    kind, content = for_server(file)
+    data = base64.b64encode(content).decode()
+    return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{data}"}}
+
+
 def with_pictures_inside(messages: list[dict]) -> list[dict]:
-    """Messages of `resolve_images` as a server takes them, which may not be able to read a picture's file: its bytes
-    are in a data: address. BadRow: as of `for_server`."""
-
-    def inside(part):
-        file = unchanged_file(part) if isinstance(part, dict) else None
-        if file is None:
-            return part
-        kind, content = for_server(file)
-        data = base64.b64encode(content).decode()
-        return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{data}"}}
-
-    return [m | {"content": [*map(inside, m["content"])]} if isinstance(m["content"], list) else m for m in messages]
+    "Messages of `resolve_images`, each part as of `picture_inside`."
+    contents = [m["content"] for m in messages]
+    return [
+        m | {"content": [*map(picture_inside, c)]} if isinstance(c, list) else m for m, c in zip(messages, contents)
+    ]
 
 
 def _content(source, at, is_base64, allow_urls):

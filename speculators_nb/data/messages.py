@@ -290,7 +290,12 @@ def tools_of(row) -> list[dict] | None:
 
 
 def parts_of(messages) -> list[dict]:
-    "The parts of messages whose content is a list, as they are written, texts aside; empty: they are no messages."
+    """The parts of messages whose content is a list, as they are written, also as a string of JSON, texts aside; empty:
+    they are no messages."""
+    try:
+        messages = as_json(messages, "messages")
+    except BadRow:
+        return []
     contents = [m.get("content") for m in messages if isinstance(m, dict)] if isinstance(messages, list) else []
     return [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from ..core.files import read_object, write_text
-from ..serve.server import find_executable
 from ..data.messages import holds_pictures
+from ..serve.server import find_executable
 from .load import Reply
 from .prompts import Prompt
 

@@ -6,13 +6,16 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import numpy as np
 from tqdm.auto import tqdm
 
 from ..core.concurrency import EndpointError, concurrently
 from ..core.http_client import Endpoint
+from ..data.messages import BadRow
 from .prompts import Prompt
 from .vllm_metrics import COUNTERS, Meter, request_counts
 
@@ -44,12 +47,19 @@ class Reply:
 
 
 def _as_sent(messages):
-    "Messages with the pictures of held-out rows inside; other addresses are for the server to read."
-    if "file:///" not in str([m["content"] for m in messages if isinstance(m["content"], list)]):
-        return messages
-    from ..data.images import with_pictures_inside  # torch, datasets
+    "Messages with the pictures of this machine's files inside, as held-out rows name them; others a server reads."
 
-    return with_pictures_inside(messages)
+    def sent(part):
+        address = part.get("image_url") if isinstance(part, dict) else None
+        url = urlsplit(str(address.get("url"))) if isinstance(address, dict) else None
+        if url is None or url.scheme != "file" or url.netloc or not Path(unquote(url.path)).is_file():
+            return part
+        from ..data.images import picture_inside  # torch, datasets
+
+        return picture_inside(part)
+
+    contents = [m.get("content") for m in messages]
+    return [m | {"content": [*map(sent, c)]} if isinstance(c, list) else m for m, c in zip(messages, contents)]
 
 
 def ask(
@@ -141,6 +151,8 @@ def run_load(
     def one(i):
         try:
             return ask(endpoint, model, prompts[i], max_tokens, temperature, seed + i, salt, **filters)
+        except BadRow as e:  # its picture is damaged, or another one
+            return e
         except EndpointError as e:
             if e.status not in (400, 413, 422):
                 raise
@@ -158,7 +170,7 @@ def run_load(
                 answers = concurrently(one, mine, concurrency)
             for i, reply in answers:
                 bar.update()
-                if isinstance(reply, EndpointError) and len(refused) + 1 < len(prompts):
+                if isinstance(reply, (EndpointError, BadRow)) and len(refused) + 1 < len(prompts):
                     refused[i] = str(reply)
                     log.warning("prompt %d of %d is skipped: %s", i, len(prompts), reply)
                     continue

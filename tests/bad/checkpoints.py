@@ -99,6 +99,11 @@ DRAFTERS = {  # what is wrong -> (how it is made, what must be answered)
         dict(tensors={"norm.weight": torch.ones(15)}),
         "has misshapen tensors: norm.weight \\(15,\\) instead of \\(16,\\)",
     ),
+    "transposed": (
+        dict(tensors={ENTRY: lambda w: w.T}),
+        f"has misshapen tensors: {ENTRY} \\(16, 32\\) instead of \\(32, 16\\)",
+    ),
+    "a scalar": (dict(tensors={"norm.weight": torch.ones(())}), "has misshapen tensors: norm.weight \\(\\) instead"),
     "integers for weights": (
         dict(tensors={"norm.weight": torch.ones(16, dtype=torch.int32)}),
         "tensor norm.weight holds torch.int32, the config describes torch.float32",

@@ -110,6 +110,10 @@ FIELDS = {
         layer(model_type="no_such"),
         "transformer_layer_config.model_type='no_such' is missing or names no",
     ),
+    "a family that is a list": (
+        layer(model_type=["llama"]),
+        "transformer_layer_config.model_type=\\['llama'\\] is missing or names no",
+    ),
     "no hidden size": (layer(hidden_size=0), "transformer_layer_config.hidden_size=0: must be at least 1"),
     "a huge hidden size": (
         layer(hidden_size=2**40),

@@ -779,6 +779,7 @@ CASES += [
         Case(f"regenerate: {name}", functools.partial(answered, **options), error, {"c.jsonl": lines(TALK)})
         for name, options, error in [
             ("max_new_tokens 0", dict(max_new_tokens=0), "max_new_tokens=0: must be at least 1"),
+            ("batch_size 0", dict(batch_size=0), "batch_size=0: must be at least 1"),
             ("weights NaN", dict(sampling={"temperature": [[0, float("nan")]]}), "temperature: .*nan.* is no number"),
             ("language unknown", dict(languages=["elvish"]), "languages: elvish not known"),
         ]

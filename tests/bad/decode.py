@@ -224,7 +224,7 @@ FILES = {  # files in a folder, what is done with it, what must be answered
     "read_prompts: no question": (
         {"p.jsonl": '{"text": "x"}\n'},
         lambda f: read_prompts(f / "p.jsonl"),
-        "p.jsonl, row 1: a row has none of messages, conversations, input_ids, turns, question",
+        "p.jsonl, row 1: a row has none of messages, conversations, .*, input_ids, turns, question",
     ),
     "read_prompts: no turn": (
         {"p.jsonl": '{"question_id": 1, "category": "math", "turns": []}\n'},

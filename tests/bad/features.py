@@ -131,6 +131,17 @@ FILES = [
         hidden_states_scales=lambda t: torch.full((len(t["token_ids"]), 1, 1), NAN),
     ),
     file_case(
+        "last token another",
+        "first at position",
+        token_ids=lambda t: torch.cat([t["token_ids"][:-1], t["token_ids"][-1:] + 1]),
+    ),
+    file_case(
+        "zero scale",
+        "expected positive numbers",
+        hidden_states=states(lambda x: x.to(FP8)),
+        hidden_states_scales=lambda t: torch.zeros(len(t["token_ids"]), 1, 1),
+    ),
+    file_case(
         "integer scales",
         "scales .*torch.int64",
         hidden_states=states(lambda x: x.to(FP8)),
