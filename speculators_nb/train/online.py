@@ -223,7 +223,7 @@ class OnlineDrafter:
     def learn(self, steps: int = 1) -> float:  # loss of the last step
         """Training steps, by the model's own loss; the next request is drafted for with what
         was learned. Errors: ValueError where nothing was kept; FloatingPointError, the model as
-        it was, for a gradient that is not finite."""
+        it was before that step, for a gradient that is not finite."""
         if not self.rows:
             raise ValueError("nothing to learn from: `keep` a request first")
         if steps < 1:
