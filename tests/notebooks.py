@@ -9,9 +9,9 @@ assertions and the figures, and can store the outputs.
     python tests/notebooks.py --times docs/times.yml --flags slow  store how long they ran, for the site
 
 nbdev decides which cells run (`#| eval`, the test flags, `skip_exec` in the front matter), so `nbdev-test` runs the
-same cells. Beyond that, every cell must show at least as many pictures as it has stored, none of them blank and no
-figure twice. Stored outputs are the same bytes in every run: without execution counts, standard error, progress bars
-and memory addresses.
+same cells. Beyond that, every cell must show as many pictures as it has stored, none of them blank and no figure
+twice, and what it shows must be stored. Stored outputs are the same bytes in every run: without execution counts,
+standard error, progress bars and memory addresses.
 """
 
 import argparse
@@ -209,10 +209,12 @@ def named(outputs, output_type):
 
 
 def faults_of(shown, stored, saving):
-    "What is wrong with the pictures of a cell"
+    "What is wrong with what a cell shows"
     now, before = pictures(shown), pictures(stored)
-    if len(now) < len(before) and not saving:
+    if len(now) != len(before) and not saving:
         yield f"shows {len(now)} pictures in a kernel, {len(before)} are stored"
+    if stable(shown) and not stored and not saving:
+        yield "shows something, and nothing is stored; run tests/notebooks.py --save"
     for i, picture in enumerate(now):
         if is_blank(*picture):
             yield f"picture {i} is blank"

@@ -137,8 +137,9 @@ def again(project):
     "What a run that stores nothing says of them afterwards"
     nbs, _ = project
     store_a_picture(nbs / "place.ipynb", 1)
+    write(nbs / "defaults.ipynb", NOTEBOOKS["defaults"])  # nothing is stored
     before = {p: p.read_bytes() for p in nbs.glob("*.ipynb")}
-    said = run(*(nbs / f"{name}.ipynb" for name in ("first_figure", "skips", "unstable", "place")))
+    said = run(*(nbs / f"{name}.ipynb" for name in ("first_figure", "skips", "unstable", "place", "defaults")))
     assert {p: p.read_bytes() for p in nbs.glob("*.ipynb")} == before, "it was not asked to store"
     return said
 
@@ -194,10 +195,11 @@ def test_a_skipped_cell_keeps_its_outputs(project, again):
 
 
 @pytest.mark.nightly
-def test_a_picture_that_is_stored_and_not_shown_is_a_failure(again):
+def test_what_is_stored_and_not_shown_or_shown_and_not_stored_is_a_failure(again):
     assert again.returncode == 1
     assert "cell 1 (c1) shows 0 pictures in a kernel, 1 are stored" in verdict(again, "place"), again.stdout
-    assert "1 FAILED" in again.stdout
+    assert "cell 2 (c2) shows something, and nothing is stored" in verdict(again, "defaults")
+    assert "2 FAILED" in again.stdout
 
 
 def test_a_kernel_as_in_jupyter(project):
