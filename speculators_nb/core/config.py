@@ -86,6 +86,7 @@ LAYER_RULES = {  # of the fields of a decoder's config that are read here
     "attention_dropout": number(0.0, low=0, below=1, none=True),
     "bos_token_id": several(whole(1, -1, 2**26), 1, alone=True, none=True),
     "eos_token_id": several(whole(2, -1, 2**26), 2, alone=True, none=True),
+    "sliding_window": several(whole(2048, -1, 2**40), 2048, alone=True, none=True),
     "hidden_act": OptionRule("word", "silu", words=tuple(ACT2FN), none=True),
 }
 

@@ -139,6 +139,10 @@ FIELDS = {
         layer(hidden_act="slu"),
         "transformer_layer_config.hidden_act='slu': is not known; choose .*silu",
     ),
+    "a window of text": (
+        layer(sliding_window="2048"),
+        "transformer_layer_config.sliding_window='2048': is text, and must be a whole number",
+    ),
     "a negative epsilon": (
         layer(rms_norm_eps=-1e-6),
         "transformer_layer_config.rms_norm_eps=-1e-06: must be at least 0",
