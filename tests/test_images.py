@@ -50,7 +50,7 @@ from speculators_nb.data.images import (
     row_inputs,
     shown_address,
 )
-from speculators_nb.data.messages import parts_of
+from speculators_nb.data.messages import BadRow, parts_of
 from speculators_nb.data.prepare import prepare_data
 from speculators_nb.data.prepared_folder import load_prepared
 from speculators_nb.evaluate import load
@@ -478,6 +478,16 @@ def test_exif_data_that_cannot_be_read_turn_nothing(tmp_path, kind):
             chat = {"images": [source], "messages": [{"role": "user", "content": [{"type": "image"}]}]}
             (ours,) = pictures_of(resolve_images(chat, tmp_path, store=tmp_path))
             assert (np.array(ours) == np.array(picture)).all()
+
+
+def test_a_damaged_picture_in_memory_is_named(tmp_path):
+    "As `datasets` gives one, which has only read its header; the report says what is wrong, and where."
+    file = tmp_path / "a.jpg"
+    Image.effect_noise((200, 200), 50).convert("RGB").save(file)
+    with Image.open(io.BytesIO(file.read_bytes()[:3000])) as picture:
+        chat = {"images": [picture], "messages": [{"role": "user", "content": [{"type": "image"}]}]}
+        with pytest.raises(BadRow, match="message 0: the picture is damaged; save it again"):
+            resolve_images(chat, tmp_path, store=tmp_path)
 
 
 def test_the_same_fault_of_many_pictures_is_one_line_of_the_report(folder, tmp_path):

@@ -151,10 +151,14 @@ def is_turned(picture: Image.Image) -> bool:
         return False
 
 
-def upright(picture: Image.Image) -> Image.Image:
-    "A picture as RGB, turned as its EXIF data say; of an animation the first frame: as transformers loads one."
-    picture.load()
-    return (ImageOps.exif_transpose(picture) if is_turned(picture) else picture).convert("RGB")
+def upright(picture: Image.Image, where: str) -> Image.Image:
+    """A picture, which messages call `where`, as RGB, turned as its EXIF data say; of an animation the first frame: as
+    transformers loads one. BadRow: it is damaged."""
+    try:
+        picture.load()
+        return (ImageOps.exif_transpose(picture) if is_turned(picture) else picture).convert("RGB")
+    except Exception as e:  # of Pillow's decoders, which raise many kinds
+        raise BadRow("the picture is damaged; save it again", where, str(e)) from None
 
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -182,10 +186,7 @@ def open_picture(source: bytes | Path, where: str = "a picture") -> Image.Image:
 def load_picture(file: Path) -> Image.Image:
     "The picture in a file, `upright`. BadRow: it is missing, damaged, too large, or in a format that is not known."
     with open_picture(file, str(file)) as picture:
-        try:
-            return upright(picture)
-        except Exception as e:  # of Pillow's decoders, which raise many kinds
-            raise BadRow("the picture is damaged; save it again", str(file), str(e)) from None
+        return upright(picture, str(file))
 
 
 def for_server(file: Path) -> tuple[str, bytes]:
@@ -236,7 +237,7 @@ def changed_picture(rows: Dataset, since: float) -> str | None:
         return None
     row: Any
     for row in rows.with_format(None).select_columns(["messages"]):
-        for part in parts_of(as_json(row["messages"], "messages")):
+        for part in parts_of(row["messages"]):
             try:
                 file = picture_file(part)
                 if file and file.is_file() and file.stat().st_ctime >= since:
@@ -271,7 +272,7 @@ def _content(source, at, is_base64, allow_urls):
         source = source.get("bytes") or source.get("path")
     if isinstance(source, Image.Image):
         with io.BytesIO() as f:
-            upright(source).save(f, "PNG")
+            upright(source, at).save(f, "PNG")
             return f.getvalue()
     if isinstance(source, str) and (is_base64 or source.startswith("data:")):
         try:
@@ -306,7 +307,7 @@ def _local(source, at, folder):
     "A picture's file inside of the folder."
     name = str(source)
     if not isinstance(source, (str, Path)) or not 0 < len(name) <= 4000 or "\0" in name:
-        raise BadRow("a picture's name, expected a path, an address or base64", at, repr(name[:40]))
+        raise BadRow("a picture is no path, address or base64", at, repr(name[:40]))
     if name.startswith("file:"):
         name = unquote(urlsplit(name).path)
     try:
@@ -418,8 +419,8 @@ def carry_mask(mask: np.ndarray, short: list[int], full: list[int]) -> np.ndarra
     has no partner."""
     counts = Counter(full)
     counts.subtract(short)
-    # ids that the processor adds or takes away; all others are in both, in the same order, and so are what is between
-    # two of them, where there is no picture
+    # ids that both have equally often stand in the same order; what is between two of them is the same, too, unless
+    # there is a picture
     ours, theirs = ([i for i, token in enumerate(ids) if not counts[token]] for ids in (short, full))
     out, lost, begin, start = np.zeros(len(full), bool), 0, 0, 0
     if [short[i] for i in ours] != [full[j] for j in theirs]:

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from ..core.files import DiskError, disk_errors, read_object, write_object
 from ..data.chat_encoding import save_prepared
-from ..data.messages import as_json, picture_digests
+from ..data.messages import picture_digests
 from ..data.prepared_folder import config_of, read_data_config
 from ..data.sources import load_table
 from ..verifier.folders import layout_of, legacy_files, refuse_model
@@ -91,7 +91,7 @@ def origin(model: dict, layer_ids: list[int], dataset: Dataset, dtype: torch.dty
     if "messages" in dataset.column_names:
         row: Any
         for row in dataset.select_columns(["messages"]).with_format(None):
-            for digest in picture_digests(as_json(row["messages"], "messages")):
+            for digest in picture_digests(row["messages"]):
                 rows.update(digest.encode())
     versions = {p: version(p) for p in ("torch", "transformers", "safetensors")}
     return {

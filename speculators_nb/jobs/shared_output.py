@@ -15,7 +15,7 @@ from .ranks import is_first
 @contextlib.contextmanager
 def one_writer(folder: str | os.PathLike | None, lock: str = ".writer") -> Iterator[None]:
     """Keep other processes from writing an output folder, if there is one, meanwhile; for a launch of several ranks its
-    first one does. What a command calls has a lock of its own."""
+    first one does. The function that a command calls takes a `lock` of another name."""
     if folder is None or not is_first():
         yield
         return

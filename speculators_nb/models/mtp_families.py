@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Qwe
 FOUR_NORMS = ("input_layernorm", None, "post_attention_layernorm", None)
 
 
-def first_layer(config: PretrainedConfig) -> int:
+def layer_zero(config: PretrainedConfig) -> int:
     "The layer that most heads are like, as all layers are the same."
     return 0
 
@@ -33,7 +33,7 @@ class HeadFamily(NamedTuple):
     stem: str  # begins the names of the head's tensors; {n}: the verifier's layers
     names: dict[str, str]  # behind the stem -> behind "mtp_layers.0." in ours
     copies: tuple[str, ...] = ()  # behind the stem: copies of the verifier's embedding, head
-    index: Callable[[PretrainedConfig], int] = first_layer  # the layer that it is like
+    index: Callable[[PretrainedConfig], int] = layer_zero  # the layer that it is like
     changes: dict[str, Any] = {}  # fields of the config that are different for this layer
     norms: tuple[str | None, ...] = FOUR_NORMS  # before and after attention, before, after MLP
     hidden_first: bool = False  # the projection reads [state, embedding], not the reverse
