@@ -26,7 +26,7 @@ QUIET := > >(grep --line-buffered -E '^ *Downloading .* MB\)|^Installing' | cut 
 OFFLINE := HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1
 # a file of tests stays on one worker, which makes its fixtures once; in the order of names the long files are not the last.
 # One worker more than there are cores: tests wait for servers, for ranks, and for what they have killed to end
-PYTEST = $(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: help demo real test quick lint types newest notebooks-test pytest nbdev2 lab docs browser-test browser-site browser-lab vllm-test proofs upstream-test \
 	bench compare verifier answers corpus notebooks export format hooks env env-dev wheel release-check clean force
