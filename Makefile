@@ -170,7 +170,7 @@ ray-test: .venv/.dev  ## 200 rows on a Ray cluster of two nodes on this machine,
 
 .PHONY: nightly-pytest
 nightly-pytest: .venv/.dev  ## the tests that CI leaves out: what the marker `nightly` names
-	$(OFFLINE) $(PYTEST) -m nightly --durations=20
+	$(OFFLINE) $(PYTEST) -m nightly --timeout 1800 -o faulthandler_timeout=1860 --durations=20
 
 .PHONY: mooncake-test
 mooncake-test: vllm .venv/.dev  ## hidden states through a real Mooncake store on loopback, from a stand-in and from the real vLLM (its packages apart, 0.15 GB); five minutes

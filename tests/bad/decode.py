@@ -153,8 +153,8 @@ MEASURES = {
     "evaluate: temperature": (lambda: meas(temperatures=(0.0, NAN)), "temperatures=\\(0.0, nan\\): must be finite"),
     "evaluate: no mass": (lambda: meas(temperatures=(1.0,), top_p=0), "top_p=0: must be greater than 0 and at most 1"),
     "evaluate: a filter of greedy decoding": (
-        lambda: meas(temperatures=(0.0, 0), top_p=0.9),
-        "top_p=0.9: has no effect with temperatures=\\(0.0, 0\\), which is greedy",
+        lambda: meas(temperatures=(0.0,), top_p=0.9),
+        "top_p=0.9: has no effect with temperatures=\\(0.0,\\), which is greedy",
     ),
     "evaluate_as_engine: a filter of greedy decoding": (
         lambda: evaluate_as_engine(TARGET, {"n": NgramDrafter()}, [[5]], top_k=3),
