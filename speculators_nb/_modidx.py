@@ -217,6 +217,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'speculators_nb/decode/suffix.py'),
                                               'speculators_nb.decode.suffix.SuffixDrafter.__init__': ( 'decode/suffix.html#suffixdrafter.__init__',
                                                                                                        'speculators_nb/decode/suffix.py'),
+                                              'speculators_nb.decode.suffix.SuffixDrafter.begin': ( 'decode/suffix.html#suffixdrafter.begin',
+                                                                                                    'speculators_nb/decode/suffix.py'),
                                               'speculators_nb.decode.suffix.SuffixDrafter.finish': ( 'decode/suffix.html#suffixdrafter.finish',
                                                                                                      'speculators_nb/decode/suffix.py'),
                                               'speculators_nb.decode.suffix.SuffixDrafter.learn': ( 'decode/suffix.html#suffixdrafter.learn',
