@@ -125,6 +125,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                                      'speculators_nb/decode/draft_model.py'),
                                                    'speculators_nb.decode.draft_model.DraftModel.grow': ( 'decode/draft_model.html#draftmodel.grow',
                                                                                                           'speculators_nb/decode/draft_model.py'),
+                                                   'speculators_nb.decode.draft_model.DraftModel.longest': ( 'decode/draft_model.html#draftmodel.longest',
+                                                                                                             'speculators_nb/decode/draft_model.py'),
                                                    'speculators_nb.decode.draft_model.DraftModel.propose': ( 'decode/draft_model.html#draftmodel.propose',
                                                                                                              'speculators_nb/decode/draft_model.py'),
                                                    'speculators_nb.decode.draft_model.DraftModel.read': ( 'decode/draft_model.html#draftmodel.read',
