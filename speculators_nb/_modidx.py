@@ -1983,6 +1983,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'speculators_nb/nn/losses.py'),
                                           'speculators_nb.nn.losses.HeadCase': ('nn/losses.html#headcase', 'speculators_nb/nn/losses.py'),
                                           'speculators_nb.nn.losses.HeadLoss': ('nn/losses.html#headloss', 'speculators_nb/nn/losses.py'),
+                                          'speculators_nb.nn.losses.Key': ('nn/losses.html#key', 'speculators_nb/nn/losses.py'),
                                           'speculators_nb.nn.losses.RowBias': ('nn/losses.html#rowbias', 'speculators_nb/nn/losses.py'),
                                           'speculators_nb.nn.losses.RowBias.__init__': ( 'nn/losses.html#rowbias.__init__',
                                                                                          'speculators_nb/nn/losses.py'),
