@@ -197,6 +197,18 @@ def test_a_plan_knows_nothing_of_a_drafter_that_an_earlier_stage_will_make(tmp_p
     assert code == 0 and "eagle3" in text, text
 
 
+@pytest.mark.parametrize("layers, aux", [(2, None), (4, [1, 4])])
+def test_a_drafter_that_reads_the_last_layer(tmp_path, layers, aux):
+    "As by default of a verifier of two layers, which has no three others."
+    sizes = dict(hidden_size=16, intermediate_size=24, num_attention_heads=2, vocab_size=64)
+    LlamaConfig(**sizes, num_hidden_layers=layers).save_pretrained(tmp_path / "v")
+    values = {name: value for name, value in dict(aux_layer_ids=aux).items() if value}
+    train = dict(data_dir="rows", verifier=str(tmp_path / "v"), output_dir=str(tmp_path / "new"), **values)
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(dict(train=train | dict(total_seq_len=64))))
+    code, text = run("plan", tmp_path / "r.yaml", "--memory", 80)
+    assert code == 0 and "eagle3" in text, text
+
+
 @pytest.mark.parametrize(
     "maker",
     [
