@@ -481,7 +481,9 @@ def test_ranks_do_not_stop_at_a_signal(tmp_path, monkeypatch):
     "Each would at a step of its own; one process may."
     assert arguments(tmp_path, enable_jit_checkpoint=True).enable_jit_checkpoint
     monkeypatch.setattr(SpeculatorTrainingArguments, "world_size", 2)
-    with pytest.raises(ValueError, match="^enable_jit_checkpoint=True: each of 2 ranks .*; leave it out, and save more"):
+    with pytest.raises(
+        ValueError, match="^enable_jit_checkpoint=True: each of 2 ranks .*; leave it out, and save more"
+    ):
         arguments(tmp_path, enable_jit_checkpoint=True)
 
 

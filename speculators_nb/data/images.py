@@ -12,7 +12,6 @@ import ipaddress
 import re
 import socket
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
