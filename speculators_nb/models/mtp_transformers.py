@@ -104,8 +104,8 @@ def new_stack(config: PretrainedConfig) -> MTPStack:  # of a language model
         )
     if rope := rope_by_length(vars(config)):
         raise NotSupported(
-            f"rope_type={rope['rope_type']!r} depends on the length of a text; transformers' MTP layers keep their keys "
-            "as they were: train another drafter"
+            f"rope_type={rope['rope_type']!r} depends on the length of a text; transformers' MTP layers keep their "
+            "keys as they were: train another drafter"
         )
     try:
         return MTPStack(decoder_of(config), config.num_mtp_layers)
