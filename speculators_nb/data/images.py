@@ -497,7 +497,7 @@ class RowInputs:
 
     def __init__(self, dataset: Dataset, processor: Any):
         self.processor = processor
-        self.table = dataset.with_format(None) if "messages" in dataset.column_names else None
+        self.table: Any = dataset.with_format(None) if "messages" in dataset.column_names else None
 
     @functools.cached_property
     def template(self) -> ChatTemplate:
