@@ -113,9 +113,10 @@ class Handler(BaseHTTPRequestHandler):
                 [("Retry-After", "0")] if kind == "429" else [],
             )
         time.sleep(self.server.delay)
-        answer = json.dumps(
-            {"/v1/chat/completions": self.chat, "/v1/completions": self.complete}[self.path](body)
-        ).encode()
+        answer = {"/v1/chat/completions": self.chat, "/v1/completions": self.complete}[self.path](body)
+        if kind == "ends":
+            answer["choices"][0]["finish_reason"] = value
+        answer = json.dumps(answer).encode()
         if kind == "torn":
             self.send_response(200)
             self.send_header("Content-Length", str(len(answer)))

@@ -430,6 +430,24 @@ def test_flag_before_file_before_default(recipe, name):
     )
 
 
+@pytest.mark.parametrize(
+    "content, flags, message",
+    [
+        ({"seed": 1, "lora_rank": 4, "lora_alpha": 8.0}, "", "{}: lora_rank=4: an adapter is for a drafter that is "),
+        ({"train": {"seed": 1}, "eval_share": 0, "early_stopping_patience": 2}, "", "{}: early_stopping_patience=2: "),
+        ({"train": {"eval_share": 0}, "early_stopping_patience": 2}, "", "{}: early_stopping_patience=2: needs eval"),
+        ({"eval_share": 0}, "--early-stopping-patience 2", "early_stopping_patience=2: needs evaluations, and "),
+        ({"early_stopping_patience": 2}, "--early-stopping-patience 3 --eval-share 0", "early_stopping_patience=3: "),
+    ],
+)
+def test_values_that_do_not_go_together_are_named_with_their_file(recipe, tmp_path, content, flags, message):
+    "Shared values, or one of a section beside one; not with a file where the value that is refused is a flag."
+    file = recipe(content)
+    result = run("train", tmp_path / "f", tmp_path / "d", "--recipe", file, *flags.split())
+    one_line(result, f"Error: {message.format(file)}")
+    assert (str(file) in result.output) == message.startswith("{}")
+
+
 def test_a_recipe_names_no_secret(tmp_path):
     from speculators_nb.cli.recipe import write_recipe
 

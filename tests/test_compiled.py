@@ -11,7 +11,7 @@ from torch._dynamo.utils import counters
 import speculators_nb.nn.attention as attention_module
 import speculators_nb.nn.compiled as compiled_module
 from benchmarks.gpu.equal import HEADS, WAYS, batch, differences, drafter, flex_trains, step
-from speculators_nb.nn.losses import LOSSES, Distribution, score_logits, score_rows
+from speculators_nb.nn.losses import LOSSES, Distribution, RowLoss, mass_below, overlap, score_logits, score_rows
 from speculators_nb.nn.token_loss import score_tokens
 
 CPU = torch.device("cpu")
@@ -55,9 +55,14 @@ def test_a_compiled_step_is_the_plain_step(name, request):
 TILES = [pytest.param(n, marks=() if n in ("kl_div", "ce", "topk_ce") else pytest.mark.nightly) for n in LOSSES]
 
 
-@pytest.mark.parametrize("loss", TILES)
-def test_a_compiled_tile_is_one_graph(loss, compiles):
-    "Of every loss; a second graph serves all other numbers of rows."
+def swapped(p, q):
+    return 1 - overlap(q, p) + 0 * mass_below(q, p)
+
+
+@pytest.mark.parametrize("loss", [*TILES, "swapped"])
+def test_a_compiled_tile_is_one_graph(loss, compiles, monkeypatch):
+    "Of every loss, also one of one's own that swaps its arguments; a second graph serves all other numbers of rows."
+    monkeypatch.setitem(LOSSES, "swapped", RowLoss(swapped, LOSSES["tv"].grad))
     for rows in (6, 9, 5, 7):
         target, draft = torch.randn(2, rows, 40, generator=torch.Generator().manual_seed(rows))
         wanted = {loss: 1.0}, True, True, True

@@ -3,6 +3,7 @@ finished."""
 
 import errno
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -356,6 +357,18 @@ def test_upstream_folders_train_the_same_drafter(made, tmp_path, layout):
         for i, data in enumerate((made, folder))
     ]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize("conversations", [False, True])
+def test_live_features_can_be_sent_to_a_process(conversations):
+    "As a loader does whose workers are spawned (macOS), or come from a fork server (Python 3.14)."
+    rows = make_rows(3)
+    if conversations:
+        rows = rows.add_column("messages", [json.dumps([dict(role="user", content="a")])] * 3)
+    live = LiveFeatures(make_verifier(), rows, torch.float32)
+    sent = pickle.loads(pickle.dumps(live))
+    for mine, theirs in zip(live.__getitems__([0, 2]), sent.__getitems__([0, 2])):
+        assert mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 def test_live_features_train_too(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_verifier import TURNING, read_whole, turning_verifier
+from small_verifier import TURNING, read_whole, small_verifier, turning_verifier
 from transformers import (
     Gemma2Config,
     Gemma2ForCausalLM,
@@ -393,6 +393,31 @@ def test_a_text_that_outgrows_its_angles_is_read_anew(kind, kv_cache):
         assert g.tokens == text
         states = [features for _, features, _ in knows.calls if features is not None]
         assert sum(map(len, states)) <= len(prompt) + 20  # none is handed out twice
+
+
+@pytest.mark.parametrize("tree", [False, True])
+@pytest.mark.parametrize("kind", TURNING)
+def test_a_draft_ends_where_a_draft_model_would_turn(kind, tree, monkeypatch):
+    "Every draft token is the model's own after a text that is read whole; the target has no border."
+    target = small_verifier([0, 1], max_position_embeddings=192, initializer_range=1.0)
+    model, drafted = turning_verifier(kind), {}
+    drafter = DraftModel(model.model, target)
+    if tree:
+        drafter = TreeDrafter(drafter, [(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)])
+
+    def propose(tokens, *given, propose=drafter.propose):
+        draft = propose(tokens, *given)
+        drafted[len(tokens)] = len(draft)
+        assert draft.tokens.tolist() == read_whole(model, tokens.tolist(), len(draft))
+        return draft
+
+    monkeypatch.setattr(drafter, "propose", propose)
+    g = generate(target, drafter, [5, 9, 2] * 6, max_new_tokens=20, k=4)
+    assert g.tokens == read_whole(target, [5, 9, 2] * 6, 20)
+    for n, tokens in drafted.items():
+        fits = 24 - n + 1 if n <= 24 else {"longrope": 4, "dynamic": 1}[kind]
+        assert tokens == min(4, 37 - n, fits), n
+    assert min(drafted) < 24 < max(drafted)
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,7 @@ from speculators_nb.data import images
 from speculators_nb.data.chat_encoding import read_conversation
 from speculators_nb.data.chat_template import ChatTemplate
 from speculators_nb.data.images import (
+    RowInputs,
     carry_mask,
     fetch_picture,
     for_server,
@@ -47,7 +48,6 @@ from speculators_nb.data.images import (
     process,
     public_addresses,
     resolve_images,
-    row_inputs,
     shown_address,
 )
 from speculators_nb.data.messages import BadRow, parts_of
@@ -309,7 +309,7 @@ def test_another_picture_of_the_same_size_is_another_row(folder, tmp_path):
     old.rotate(180).save(tmp_path / "pictures/a.png")
     with pytest.raises(ValueError, match="was prepared from something else: there is another picture .*/a.png"):
         prepare_data(chats, folder / "qwen2_vl", **places)
-    for read in (row_inputs(out.rows, folder / "qwen2_vl"), chat_request(out.rows)):
+    for read in (RowInputs(out.rows, folder / "qwen2_vl"), chat_request(out.rows)):
         assert read(1)
         with pytest.raises(ValueError, match="a.png: the picture has changed since the row was prepared"):
             read(0)
@@ -617,7 +617,7 @@ def test_messages_that_a_table_holds_as_text(folder, prepared):
     row = prepared.rows.with_format(None)[0]
     table = Dataset.from_list([row | {"messages": json.dumps(row["messages"])}])
     processor = load_processor(folder / "qwen2_vl")
-    ours, theirs = row_inputs(table, processor)(0), row_inputs(prepared.rows, processor)(0)
+    ours, theirs = RowInputs(table, processor)(0), RowInputs(prepared.rows, processor)(0)
     assert ours.keys() == theirs.keys() and (ours["pixel_values"] == theirs["pixel_values"]).all()
     assert chat_request(table)(0) == chat_request(prepared.rows)(0)
 

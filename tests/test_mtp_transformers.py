@@ -445,6 +445,10 @@ def test_what_cannot_be_read_is_refused_in_a_line(case, tmp_path, monkeypatch):
     padded.unpadded_vocab_size = V - 4
     with pytest.raises(NotSupported, match="unpadded_vocab_size=56 of 60: a verifier whose head"):
         new_stack(padded)
+    turning = copy.deepcopy(layer)
+    turning.rope_parameters = dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)
+    with pytest.raises(NotSupported, match="^rope_type='dynamic' depends on the length of a text; .* another drafter$"):
+        new_stack(turning)
     if getattr(layer, "layer_types", None) and case.family != "inkling_text":
         unknown = copy.deepcopy(layer)
         unknown.mtp_layer_types = None

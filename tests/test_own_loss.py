@@ -1,8 +1,10 @@
 """A loss and loss weights of one's own, in every drafter and by the commands: the page "Write your own loss"."""
 
+import gc
 import json
 import re
 import shutil
+import weakref
 from pathlib import Path
 
 import pytest
@@ -116,6 +118,45 @@ def test_a_loss_without_a_gradient_is_differentiated(mixture):
     rows = row_loss(logits, target, mixture)
     expected = torch.autograd.grad(sum(w * rows[name].sum() for name, w in mixture.items()), logits)[0]
     torch.testing.assert_close(scored.grad, expected)
+
+
+def swapped(p, q):
+    "The helpers and losses with the drafter's distribution in the place of the verifier's."
+    return 1 - losses.overlap(q, p) + losses.mass_below(q, p) + losses.LOSSES["jsd"].value(q, p)
+
+
+@pytest.mark.parametrize("mixture", [{"swapped": 1.0}, {"swapped": 0.5, "tv": 0.3, "rkl": 0.2}])
+@pytest.mark.parametrize("chunk", [4, 100])
+def test_a_loss_may_swap_its_arguments(chunk, mixture, monkeypatch):
+    """It is what the definition says, and no distribution of a chunk outlives it: each would keep its logits until
+    Python collects its circles."""
+    register_loss("swapped")(swapped)
+    made, init = [], Distribution.__init__
+
+    def noted(self, *given, **named):
+        made.append(weakref.ref(self))
+        init(self, *given, **named)
+
+    monkeypatch.setattr(Distribution, "__init__", noted)
+    generator = torch.Generator().manual_seed(0)
+    head, own_head, targets = (torch.randn(n, 8, generator=generator) for n in (50, 50, 9))
+    hidden = torch.randn(23, 8, generator=generator, requires_grad=True)
+    target_head = losses.TargetHead(8)
+    target_head.norm.weight.data.fill_(1.0)
+    target_head.set_rows(head)
+    of_row, weight = torch.randint(0, 9, (23,), generator=generator), torch.rand(23, generator=generator)
+    found = []
+    gc.disable()
+    try:
+        for lean in (True, False):
+            given = hidden, own_head, target_head, targets, of_row, weight, mixture
+            out = losses.head_loss(*given, chunk=chunk, want_accept=True, lean=lean)
+            found.append((out.loss, *torch.autograd.grad(out.loss, hidden), out.rows["swapped"], out.accept))
+            assert made and not any(one() for one in made), lean
+    finally:
+        gc.enable()
+    for lean, dense in zip(*found):
+        torch.testing.assert_close(lean, dense, rtol=1e-4, atol=1e-6)
 
 
 def test_names_that_are_taken():

@@ -197,6 +197,39 @@ def test_a_plan_knows_nothing_of_a_drafter_that_an_earlier_stage_will_make(tmp_p
     assert code == 0 and "eagle3" in text, text
 
 
+@pytest.mark.parametrize("layers, aux", [(2, None), (4, [1, 4])])
+def test_a_drafter_that_reads_the_last_layer(tmp_path, layers, aux):
+    "As by default of a verifier of two layers, which has no three others."
+    sizes = dict(hidden_size=16, intermediate_size=24, num_attention_heads=2, vocab_size=64)
+    LlamaConfig(**sizes, num_hidden_layers=layers).save_pretrained(tmp_path / "v")
+    values = {name: value for name, value in dict(aux_layer_ids=aux).items() if value}
+    train = dict(data_dir="rows", verifier=str(tmp_path / "v"), output_dir=str(tmp_path / "new"), **values)
+    (tmp_path / "r.yaml").write_text(yaml.safe_dump(dict(train=train | dict(total_seq_len=64))))
+    code, text = run("plan", tmp_path / "r.yaml", "--memory", 80)
+    assert code == 0 and "eagle3" in text, text
+
+
+@pytest.mark.parametrize(
+    "maker",
+    [
+        "from-gguf: {gguf: smollm2, output_dir: PLACE}",
+        "stitch-mtp: {drafter: made, verifier: there, out: PLACE}",
+    ],
+)
+def test_a_verifier_that_the_recipe_makes(tmp_path, maker, quick):
+    "Its config.json is not there yet: the plan says what makes it, and is made once it is, or with another verifier."
+    place, recipe = tmp_path / "out/verifier", tmp_path / "r.yaml"
+    maker, sections = maker.replace("PLACE", str(place)), f"train: {{data_dir: rows, output_dir: {tmp_path}/new}}"
+    recipe.write_text(f"{maker}\nverifier: {place}\n{sections}\nfeatures: {{data: rows, output_dir: {tmp_path}/f}}")
+    code, text = run("plan", recipe, "--memory", 80, "--disk", 9999)
+    command = maker.partition(":")[0]
+    assert code == 2 and f"{recipe}: verifier='{place}': is not there yet, {command} makes it; run spec" in text
+    assert f"{command} --recipe {recipe} first, or name a model of the same sizes (--verifier)" in text
+    assert run("plan", recipe, "--memory", 80, "--disk", 9999, "--verifier", TINY)[0] == 0
+    shutil.copytree(TINY, place)
+    assert run("plan", recipe, "--memory", 80, "--disk", 9999)[0] == 0
+
+
 def test_without_the_hub_the_error_names_the_remedy():
     code, text = run("plan", ROOT / "data/recipes/qwen3-8b.yaml")
     assert code == 2 and text.count("\n") == 1, text

@@ -126,6 +126,24 @@ def test_what_fails_is_named_and_tried_again(server, tmp_path):
     assert sorted(line["primary_id"] for line in read_regenerated(path)) == sorted(r["id"] for r in rows)
 
 
+def test_what_was_answered_before_a_failure(server, tmp_path):
+    """It is kept where the next answer cannot be used, as in this process; a conversation whose server fails on the way
+    is asked again from its first question."""
+    path, rows = tmp_path / "out.jsonl", [talk(i, 3) for i in range(4)]
+    server.fault("ends:content_filter", -1, "question 0, part 1")
+    server.fault("ends:content_filter", -1, "question 1, part 0")
+    server.fault("500", -1, "question 2, part 2")
+    report = regenerate_from_server(server.url, rows, path)
+    assert report["truncated"] == {"ValueError: the answer ended for the reason 'content_filter'": 1}
+    kept = {line["primary_id"]: line["metadata"]["finish_reasons"] for line in read_regenerated(path)}
+    assert kept == {"t0": ["stop"], "t3": ["stop"] * 3} and errors(path).keys() == {"t1", "t2"}
+    server.set(faults=[])
+    since = len(server.seen())
+    assert regenerate_from_server(server.url, rows, path)["written"] == 2
+    questions = sorted(request["messages"][-1]["content"] for request in asked(server, since))
+    assert questions == [f"question {i}, part {t}" for i in (1, 2) for t in range(3)]
+
+
 def test_a_row_of_failures_stops_the_job(server, tmp_path):
     server.fault("404", -1, "lost")
     with pytest.raises(TooManyFailures, match="status 404: fault 404"):

@@ -21,7 +21,7 @@ from speculators_nb.train.checkpoint import last_checkpoint
 from speculators_nb.train.run_record import accumulation, run_changes, run_record
 from speculators_nb.train.train_drafter import train_drafter
 from speculators_nb.train.trainer import SpeculatorTrainer, log_table, train
-from speculators_nb.train.training_arguments import check_sharding
+from speculators_nb.train.training_arguments import SpeculatorTrainingArguments, check_sharding
 
 RELEASE = Path(__file__).parent / "fixtures/compat/0.1.0"
 STEPS = dict(save_strategy="steps", eval_strategy="steps", save_steps=2, eval_steps=2, save_total_limit=None)
@@ -475,6 +475,16 @@ def test_a_moved_folder_keeps_its_best_checkpoint(tmp_path):
 
 
 # --- refused by name ------------------------------------------------------------------------------------------------
+
+
+def test_ranks_do_not_stop_at_a_signal(tmp_path, monkeypatch):
+    "Each would at a step of its own; one process may."
+    assert arguments(tmp_path, enable_jit_checkpoint=True).enable_jit_checkpoint
+    monkeypatch.setattr(SpeculatorTrainingArguments, "world_size", 2)
+    with pytest.raises(
+        ValueError, match="^enable_jit_checkpoint=True: each of 2 ranks .*; leave it out, and save more"
+    ):
+        arguments(tmp_path, enable_jit_checkpoint=True)
 
 
 def test_fsdp_names_the_torch_that_it_needs(monkeypatch):

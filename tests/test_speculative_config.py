@@ -1,6 +1,7 @@
 """SpeculativeConfig against the record of vLLM's own class, and on our decoder. The record is made by
 tests/vllm/check_speculative_config.py."""
 
+import copy
 import json
 import re
 import sys
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from small_verifier import small_verifier
 
 from speculators_nb.decode import acceptance_rules as accept
+from speculators_nb.decode.draft_model import DraftModel
 from speculators_nb.decode.generate import HiddenStates, NoDrafter, generate
 from speculators_nb.decode.ngram import NgramDrafter
 from speculators_nb.decode.suffix import SuffixDrafter
@@ -520,6 +522,20 @@ def test_what_is_refused_is_named(tmp_path, draft, fields, message):
     assert "\n" not in str(refused.value)
 
 
+@pytest.mark.parametrize("where", [dict, lambda stored: dict(text_config=LLAMA | stored)])
+def test_a_draft_in_its_target_is_quantised_as_that(where):
+    "By its config.json, its text part included; a word of the same layout may be given, and no other."
+    target = LLAMA | dict(model_type="deepseek_v3", num_nextn_predict_layers=1)
+    stored = target | where(dict(quantization_config=dict(quant_method="fp8")))
+    given = dict(method="mtp", num_speculative_tokens=1)
+    assert SpeculativeConfig(**given, target_model_config=target).quantization is None
+    assert SpeculativeConfig(**given, target_model_config=target, quantization="fp8").quantization == "fp8"
+    assert SpeculativeConfig(**given, target_model_config=stored).quantization == "fp8"
+    assert SpeculativeConfig(**given, target_model_config=stored, quantization="humming").quantization == "humming"
+    with pytest.raises(ValueError, match="quantization='awq' contradicts the draft's config.json, which has 'fp8'"):
+        SpeculativeConfig(**given, target_model_config=stored, quantization="awq")
+
+
 def test_drafting_beyond_the_trained_depth(tmp_path):
     """A head that predicts two tokens drafts two, or a multiple; heads drafted beyond their number propose what they
     have, and say so."""
@@ -664,6 +680,25 @@ def test_drafters(verifier, tmp_path):
         assert (d.propose(tokens, None, 3, sampling).probs is not None) == drawn
     with pytest.raises(ValueError, match="engine's own format, and the verifier has no folder"):
         SpeculativeConfig(**draft, method="medusa").drafter(verifier)
+
+
+def test_a_greedy_draft_without_a_limit(verifier, tmp_path):
+    "Neither config says how long a text may be: every length is drafted for, and greedily at any temperature."
+    verifier.model.save_pretrained(tmp_path / "draft")
+    file = tmp_path / "draft/config.json"
+    fields = json.loads(file.read_text())
+    del fields["max_position_embeddings"]
+    file.write_text(json.dumps(fields))
+    config = SpeculativeConfig(model=str(tmp_path / "draft"), num_speculative_tokens=3)
+    drafter = config.drafter(verifier)
+    assert (config.draft_max_model_len, drafter.greedy, drafter.longest) == (None, True, None)
+    plain = DraftModel.from_pretrained(str(tmp_path / "draft"), verifier)
+    for tokens in (torch.arange(3), torch.arange(600) % 20):
+        tree = drafter.propose(tokens, None, 3, Sampling(1.0, torch.Generator().manual_seed(0)))
+        assert tree.probs is None and len(tree) == 3
+        assert torch.equal(tree.tokens, plain.propose(tokens, None, 3, Sampling()).tokens)
+    twin = copy.deepcopy(drafter)
+    assert twin.drafter is not drafter.drafter and twin.context_length == drafter.context_length
 
 
 @pytest.mark.statement("vllm-25", "vllm-26")

@@ -12,10 +12,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig, LlamaForCausalLM
 
+from speculators_nb.decode.generate import NoDrafter, generate
 from speculators_nb.decode.suffix import SuffixDrafter
 from speculators_nb.decode.suffix_index import Followers, Part, SuffixIndex
 from speculators_nb.decode.tree import Sampling
+from speculators_nb.verifier.tapped_model import Verifier
 
 
 def first_of_equals(nexts):
@@ -224,6 +227,20 @@ def test_a_drafter_learns_from_answers_not_from_prompts():
     assert propose(drafter, [5, 9, 8]) == [7, 6]  # match of two, two tokens
     drafter.reset()
     assert propose(drafter, [5, 1, 2]) == []  # prompts are not remembered
+
+
+@pytest.mark.parametrize("limit, k", [(12, 3), (12, lambda steps: 3 * (len(steps) > 2)), (12, 0), (1, 3)])
+def test_an_answer_is_learned_whole(limit, k):
+    "Also where the first steps, or all of them, have no draft."
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=8, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+    verifier, drafter = Verifier(LlamaForCausalLM(config).eval(), [1]), SuffixDrafter()
+    for prompt in ([1, 2, 3], [4, 5]):
+        plain = generate(verifier, NoDrafter(), prompt, max_new_tokens=limit)
+        assert generate(verifier, drafter, prompt, max_new_tokens=limit, k=k).tokens == plain.tokens
+        assert drafter.text.tokens.tolist() == prompt + plain.tokens
+        assert drafter.answers.tokens.tolist()[-limit:] == plain.tokens
+    assert len(drafter.answers) == 2 * limit
 
 
 def test_requests_that_run_side_by_side_learn_from_each_other():

@@ -565,8 +565,15 @@ def command(
             flags = {n.removesuffix("_"): line[n] for n in sorted(given)}
             import_drafters(flags.get("import", ()))
             # every argument, from the command line, the recipe, or its default
-            values = resolve(function, flags, read_recipe(recipe, name, app.functions, flags) if recipe else None)
-            check_options(values, name)
+            in_file = read_recipe(recipe, name, app.functions, flags) if recipe else {}
+            values = resolve(function, flags, in_file)
+            try:
+                check_options(values, name)
+            except ValueError as e:
+                field = str(e).partition("=")[0]
+                if field in in_file.keys() - flags.keys():
+                    raise ValueError(f"{recipe}: {e}") from None
+                raise
             check_inputs(values, name)
             result = perform(values)
             own = values.get("import", ())

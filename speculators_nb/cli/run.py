@@ -595,6 +595,14 @@ def plan(
     if start and not Path(start).exists() and any(same_place(start, output) for output in others):
         # another stage makes it: nothing is known of it but what the recipe says
         sections["train"] = train | {"from_pretrained": None}
+    read = (train | sections.get("features", {})).get("verifier")
+    if verifier is None and read and not Path(read).exists():
+        makers = [stage for stage in stages if stage.output and same_place(read, stage.output)]
+        if makers:
+            raise ValueError(
+                f"{recipe}: verifier={read!r}: is not there yet, {makers[0].name} makes it; run speculators-nb "
+                f"{makers[0].command} --recipe {recipe} first, or name a model of the same sizes (--verifier)"
+            )
     algorithm = training_values(sections["train"])["algorithm"] if "train" in sections else ""
     place = None if memory is None else memory * GB
     machine = machine_of(algorithm, devices, place, tflops, mfu, bandwidth)

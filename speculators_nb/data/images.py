@@ -12,7 +12,6 @@ import ipaddress
 import re
 import socket
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -491,21 +490,25 @@ def inputs_of(row: dict, template: ChatTemplate) -> dict[str, torch.Tensor]:
     return {k: v for k, v in made.items() if k in names and isinstance(v, torch.Tensor)}
 
 
-def row_inputs(dataset: Dataset, processor) -> Callable[[int], dict]:
+class RowInputs:
     """Row of a prepared table -> what the verifier takes beside its ids: pictures, as tensors, made when the row is
-    read; {} for text. The processor is that of `load_processor`, or its folder, loaded when the first picture comes."""
-    if "messages" not in dataset.column_names:
-        return lambda i: {}
-    table = dataset.with_format(None)
+    read; {} for text. The processor is that of `load_processor`, or its folder, loaded when the first picture comes. A
+    loader's worker may get a copy."""
 
-    @functools.cache
-    def template():
-        loaded = load_processor(processor) if isinstance(processor, (str, Path)) else processor
-        return ChatTemplate(loaded, **config_of(dataset).get("origin", {}).get("template_kwargs", {}))
+    def __init__(self, dataset: Dataset, processor: Any):
+        self.processor = processor
+        self.table: Any = dataset.with_format(None) if "messages" in dataset.column_names else None
 
-    def inputs(i):
-        row = table[i]
+    @functools.cached_property
+    def template(self) -> ChatTemplate:
+        "That of the processor, with the arguments of the table's preparation."
+        given = self.processor
+        loaded = load_processor(given) if isinstance(given, (str, Path)) else given
+        return ChatTemplate(loaded, **config_of(self.table).get("origin", {}).get("template_kwargs", {}))
+
+    def __call__(self, i: int) -> dict:
+        if self.table is None:
+            return {}
+        row = self.table[i]
         messages: Any = as_json(row["messages"], "messages") or []  # text, where upstream's library wrote them
-        return inputs_of(row, template()) if parts_of(messages) else {}
-
-    return inputs
+        return inputs_of(row, self.template) if parts_of(messages) else {}

@@ -50,6 +50,11 @@ class DraftModel:
         self.context = context_for(self.model)
         self.decided = torch.empty(0, dtype=torch.long)  # that it has read, on the host
 
+    def longest(self, n: int) -> int:  # tokens that are decided
+        """How many tokens of a text and a draft behind it can be read: to the end of the
+        context, and as long as all stay at their angles."""
+        return min(self.context_length, n + self.model.until_border(n))
+
     def read(
         self,
         tokens: Tensor,  # [n]
@@ -86,10 +91,11 @@ class DraftModel:
         over its nodes and their ancestors; nothing of them stays in the cache."""
         size, device = self.model.vocab_size, self.model.device
 
-        def nothing(nodes, *_):  # may follow: the context has ended
+        def nothing(nodes, *_):  # may follow
             return torch.full((len(nodes), size), -torch.inf, device=device)
 
-        if len(tokens) > self.context_length:
+        longest = self.longest(len(tokens))
+        if len(tokens) > longest:
             yield nothing
             return
         root = self.read(tokens)
@@ -98,7 +104,7 @@ class DraftModel:
         def log_probs(nodes, drafted, parents):
             nonlocal level
             level = level + 1 if len(drafted) else 0
-            if len(tokens) + level > self.context_length:
+            if len(tokens) + level > longest:
                 return nothing(nodes)
             if not level:
                 return root.float().log_softmax(-1)
@@ -139,7 +145,7 @@ class DraftModel:
     ) -> TokenTree:
         "Draft k tokens, one after the other."
         drafted, draft_probs = [], []
-        for _ in range(min(k, self.context_length - len(tokens) + 1)):
+        for _ in range(min(k, self.longest(len(tokens)) - len(tokens) + 1)):
             logits = self.read_on(drafted[-1]) if drafted else self.read(tokens)
             token, probs = sampling.next_tokens(logits)
             draft_probs += probs

@@ -180,6 +180,9 @@ def new_request(
     limit = check_request(verifier, on_host, max_new_tokens)
     on_host = on_host.long()
     drafter.reset()
+    learns: Any = drafter  # some have `begin`
+    if hasattr(learns, "begin"):
+        learns.begin(on_host)
     tokens, ids = on_host.to(verifier.device), on_host.tolist()
     return Request(ids, tokens, on_host, limit, drafter, sampling, record=record)
 

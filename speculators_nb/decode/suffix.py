@@ -42,14 +42,21 @@ class SuffixDrafter:
         "Start a new request. What was learned from answers stays."
         self.text = SuffixIndex(self.answers.depth)
         self.text.start()
+        self.prompt_length: int | None = None
         self.read = 0  # tokens of the text that are in the index
         self.answer: int | None = None  # number of this request's answer
 
+    def begin(self, prompt: Tensor):  # [n]
+        "Note where the answer begins, which may be written in part before the first draft."
+        self.prompt_length = len(prompt)
+
     def learn(self, tokens: Tensor):  # [n] all decided tokens
         "Add what is new to both indexes."
-        if not self.read:  # all but the last is the prompt: its forward pass gave one token
-            self.text.extend(0, tokens[:-1].tolist())
-            self.read = len(tokens) - 1
+        if not self.read:
+            self.read = self.prompt_length
+            if self.read is None:  # all but the last: the prompt's forward pass gave one token
+                self.read = len(tokens) - 1
+            self.text.extend(0, tokens[: self.read].tolist())
             if self.max_requests:
                 self.answer = self.answers.start()
                 if len(self.answers.ends) > self.max_requests:
@@ -72,5 +79,4 @@ class SuffixDrafter:
 
     def finish(self, tokens: Tensor):  # the whole text
         "Learn the end of an answer."
-        if self.read:
-            self.learn(tokens)
+        self.learn(tokens)

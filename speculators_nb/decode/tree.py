@@ -397,9 +397,10 @@ class TokenTree:
 class Drafter(Protocol):
     """Proposes tokens (a draft model, speculator or proposer). It gets the decided tokens, and
     the verifier's hidden states of the layers that it names. A drafter that learns from
-    finished texts also has `finish(tokens)`, which is called with the whole text. One that
-    drafts token after token may have `goes_on`: None, or what it asks behind each token, with
-    the logits of that token, whether to draft another."""
+    finished texts also has `finish(tokens)`, which is called with the whole text, and may have
+    `begin(prompt)`, which is called after `reset`. One that drafts token after token may have
+    `goes_on`: None, or what it asks behind each token, with the logits of that token, whether
+    to draft another."""
 
     aux_layer_ids: Sequence[int]  # verifier layers of its features, ascending; empty: none
 

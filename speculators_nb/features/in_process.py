@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from ..core.files import DiskError
 from ..core.options import check_options
-from ..data.images import row_inputs
+from ..data.images import RowInputs
 from .feature_folder import FeatureFolder, disk_error, origin, split_of, table_of
 from .feature_rows import FP8, FeatureError, FeatureRow, FeatureRows, stored_dtype
 from ..jobs.shared_output import share_writer
@@ -49,7 +49,7 @@ def states_of(
     verifier: Verifier,  # the tapped model
     rows: list,  # token ids of each row
     dtype: torch.dtype = torch.bfloat16,  # of the result
-    inputs: list[dict] | None = None,  # per row, picture inputs (`images.row_inputs`); {}: none
+    inputs: list[dict] | None = None,  # per row, picture inputs (`images.RowInputs`); {}: none
 ) -> list[torch.Tensor]:  # [seq, A+1, H] per row, on the CPU
     """One forward pass over right-padded rows, without the head; a row with pictures has a
     forward pass of its own, and so has one whose length decides how it is rotated. Errors:
@@ -160,7 +160,7 @@ def extract_features(
     rows = sorted(i for batch in batches for i in batch)
     RowLimits.of(verifier.model.config).warn(log, "features", lengths)
     name = verifier.model.name_or_path
-    inputs_of = row_inputs(dataset, processor or name)
+    inputs_of = RowInputs(dataset, processor or name)
     computed = verifier.dtype if dtype is FP8 else dtype
 
     def compute(batch):
@@ -196,7 +196,7 @@ class LiveFeatures(FeatureRows):
         processor=None,  # of a vision verifier, for rows with pictures; None: from its folder
         **kwargs,  # layers (for `hidden_states`), on_bad ("raise" or "skip")
     ):
-        self.inputs = row_inputs(rows, processor or verifier.model.name_or_path)
+        self.inputs = RowInputs(rows, processor or verifier.model.name_or_path)
         self.verifier = verifier
         self.rows = rows.with_format("torch")
         self.dtype = dtype

@@ -26,6 +26,7 @@ from transformers.modeling_layers import MtpModel
 from ..core.files import NotSupported
 from ..nn.target_head import text_config, verifier_config
 from ..verifier.cache import cache_keyword
+from ..verifier.row_limits import rope_by_length
 from ..verifier.tapped_model import auto_class
 from .formats import Tensors
 
@@ -100,6 +101,11 @@ def new_stack(config: PretrainedConfig) -> MTPStack:  # of a language model
         raise NotSupported(
             f"unpadded_vocab_size={config.unpadded_vocab_size} of {config.vocab_size}: a verifier whose head has fewer "
             "rows than its embedding has no drafter here"
+        )
+    if rope := rope_by_length(vars(config)):
+        raise NotSupported(
+            f"rope_type={rope['rope_type']!r} depends on the length of a text; transformers' MTP layers keep their "
+            "keys as they were: train another drafter"
         )
     try:
         return MTPStack(decoder_of(config), config.num_mtp_layers)

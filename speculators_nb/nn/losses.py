@@ -6,12 +6,12 @@ with the output head (fused linear cross-entropy): no [tokens, vocabulary] tenso
 
 # %% auto #0
 __all__ = ['TOP_K', 'ALPHA_FLOOR', 'LK_DECAY', 'TINY', 'LOSSES', 'NORM_KINDS', 'CHUNK_ROWS', 'CHUNK_BYTES', 'CUDA_CHUNK_BYTES',
-           'TILE_BYTES', 'LOW_PRECISION', 'SLOTS_AT_ONCE', 'RowWeight', 'Distribution', 'rowdot', 'one_hot', 'less_one',
-           'is_below', 'mass_below', 'overlap', 'RowLoss', 'parse_loss', 'autograd_gradient', 'mixture_gradient',
-           'score_rows', 'register_loss', 'score_logits', 'row_loss', 'FinalNorm', 'TargetHead', 'target_slots',
-           'chunks_as_on', 'chunk_rows', 'tile_rows', 'Chunk', 'cut_chunks', 'head_dtype', 'wide_product',
-           'chunk_logits', 'RowBias', 'TargetBias', 'HeadLoss', 'alike', 'score_chunk', 'HeadCase', 'scaled_gradient',
-           'head_loss', 'dense_head_loss']
+           'TILE_BYTES', 'LOW_PRECISION', 'SLOTS_AT_ONCE', 'RowWeight', 'Key', 'Distribution', 'rowdot', 'one_hot',
+           'less_one', 'is_below', 'mass_below', 'overlap', 'RowLoss', 'parse_loss', 'autograd_gradient',
+           'mixture_gradient', 'score_rows', 'register_loss', 'score_logits', 'row_loss', 'FinalNorm', 'TargetHead',
+           'target_slots', 'chunks_as_on', 'chunk_rows', 'tile_rows', 'Chunk', 'cut_chunks', 'head_dtype',
+           'wide_product', 'chunk_logits', 'RowBias', 'TargetBias', 'HeadLoss', 'alike', 'score_chunk', 'HeadCase',
+           'scaled_gradient', 'head_loss', 'dense_head_loss']
 
 # %% ../../nbs/nn/04_losses.ipynb #2f999eda
 import json
@@ -51,6 +51,10 @@ else:
 TOP_K = 10  # tokens that `topk_ce` counts (HASS, 2408.15766)
 
 
+class Key:
+    "Names a distribution in the sums of another one, without keeping its rows in memory."
+
+
 class Distribution:
     "Softmax over each row of `logits` [N, V]; what else is read of it is computed once."
 
@@ -61,8 +65,9 @@ class Distribution:
         softmax: bool = True,  # False: only the likeliest tokens are read
     ):
         self.logits = logits if logits.dtype == torch.float64 else logits.float()
+        self.key = Key()
         # as a draft: by name and target, what its loss, its gradient and its metrics share
-        self.sums: dict[tuple[str, Distribution], Any] = {}
+        self.sums: dict[tuple[str, Key], Any] = {}
         if label is not None:
             self.label = label
         if softmax:
@@ -156,10 +161,10 @@ def mass_below(
     draft: Distribution,  # the drafter's q
 ) -> Tensor:  # [N]
     "The drafter's probability of all tokens that are below."
-    if ("mass_below", target) not in draft.sums:
+    if ("mass_below", target.key) not in draft.sums:
         mass = rowdot(draft.probs, is_below(target, draft))
-        draft.sums["mass_below", target] = mass
-    return draft.sums["mass_below", target]
+        draft.sums["mass_below", target.key] = mass
+    return draft.sums["mass_below", target.key]
 
 
 def overlap(
@@ -168,12 +173,12 @@ def overlap(
 ) -> Tensor:  # [N]
     """alpha = sum_v min(p, q): the probability that rejection sampling accepts a token drawn
     from q (arXiv 2211.17192, Corollary 3.6)."""
-    if ("overlap", target) not in draft.sums:
+    if ("overlap", target.key) not in draft.sums:
         if torch.compiler.is_compiling():
             # gradients need it: a kernel sums both on one way over the row, or none if unused
             mass_below(target, draft)
-        draft.sums["overlap", target] = torch.minimum(target.probs, draft.probs).sum(-1)
-    return draft.sums["overlap", target]
+        draft.sums["overlap", target.key] = torch.minimum(target.probs, draft.probs).sum(-1)
+    return draft.sums["overlap", target.key]
 
 # %% ../../nbs/nn/04_losses.ipynb #9b2b1065
 ALPHA_FLOOR = 1e-5  # nla stops here: below it the logarithm has no useful slope
@@ -195,11 +200,11 @@ def _log_ratio(a, m):
 
 
 def _to_middle(p, q):  # KL(p|m) and KL(q|m)
-    if ("to_middle", p) not in q.sums:
+    if ("to_middle", p.key) not in q.sums:
         m = (p.probs + q.probs) / 2
         of_p, of_q = (rowdot(x.probs, _log_ratio(x.probs, m)) for x in (p, q))
-        q.sums["to_middle", p] = of_p, of_q
-    return q.sums["to_middle", p]
+        q.sums["to_middle", p.key] = of_p, of_q
+    return q.sums["to_middle", p.key]
 
 
 def _jsd(p, q):

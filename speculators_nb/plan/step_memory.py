@@ -170,7 +170,7 @@ def step_of(
         model = empty_drafter(algorithm, info, draft_arch, num_layers, device=device, **own)
     weights_to_float32(model, frozen=not bf16)
     mode = without_memory(model) if fake else nullcontext()
-    states = max(1, len({*model.drafter().aux_layer_ids} - {depth}))
+    states = max(1, len(model.drafter().aux_layer_ids))
     with mode, torch.no_grad():
         for p in model.parameters():
             if p.ndim > 1:

@@ -16,7 +16,7 @@ from ..core.http_client import Endpoint, EndpointError
 from ..core.options import check_options
 from ..data.chat_encoding import ready_row
 from ..data.chat_template import ControlTokens, check_calls, open_tokenizer
-from ..data.messages import Misread, as_served, in_a_spelling, normalize
+from ..data.messages import Misread, as_served, in_a_spelling, normalize, reason_of
 from ..data.sources import conversation_count
 from ..jobs.ranks import shard
 from ..jobs.servers import EndpointPool, NoServerLeft, addresses_of
@@ -148,6 +148,11 @@ class ServerReplay:
                 too_long = _TOO_LONG.search(str(e))
                 replay.end("a prompt beyond the server's limit" if too_long else f"a refused prompt, status {e.status}")
                 break
+            except ValueError as e:  # asked again, it would be answered so again
+                if not replay.rows:
+                    raise
+                replay.end(reason_of(e))
+                break
             if self.max_length and len(answer.prompt) >= self.max_length:
                 replay.end(f"a prompt beyond {self.max_length} tokens")
                 if not replay.rows:
@@ -199,9 +204,10 @@ def regenerate_from_server(
     rank: int = 0,  # of this process, which answers every `world_size`-th conversation
     world_size: int = 1,  # processes that share the conversations
 ) -> Report:  # counts of this share; also what failed and why
-    """Let a served verifier answer every question. ValueError: `out_path` was made with other
-    settings; TooManyFailures, NoServerLeft: the job was stopped; BlockingIOError: another process
-    makes this share."""
+    """Let a served verifier answer every question. A conversation is written once it is whole: one
+    whose server fails on the way is asked again, from its first question, by the next run.
+    ValueError: `out_path` was made with other settings; TooManyFailures, NoServerLeft: the job was
+    stopped; BlockingIOError: another process makes this share."""
     options = {
         "max_new_tokens": max_new_tokens,
         "seed": seed,

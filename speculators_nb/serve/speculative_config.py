@@ -648,7 +648,7 @@ def _read_draft(config: SpeculativeConfig):
             )
         config._draft, config._in_target = config._target, True
         config.model = model_name(config.target_model_config, config._draft)
-        quantization = config._draft.get("quantization_config") or {}
+        quantization = find_field(config._draft, "quantization_config") or {}
         config.quantization = config.quantization or quantization.get("quant_method")
     elif config.method is None or config.spec.weights:
         config._draft = config_of(config.model) or {}
@@ -1139,6 +1139,8 @@ class ServedDrafter:
         return type(self)(copy.copy(self.drafter), self.greedy, self.longest)
 
     def __getattr__(self, name):
+        if name == "drafter":  # a copy has none yet
+            raise AttributeError(name)
         return getattr(self.drafter, name)  # trained length, finish
 
     def reset(self) -> None:

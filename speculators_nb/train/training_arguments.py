@@ -180,6 +180,15 @@ def check_shared_rows(args: Any) -> None:
         )
 
 
+def check_stop_signal(args: Any) -> None:
+    "ValueError for a checkpoint on SIGTERM with several ranks, which notice the signal at different steps."
+    if args.enable_jit_checkpoint and args.world_size > 1:
+        raise ValueError(
+            f"enable_jit_checkpoint=True: each of {args.world_size} ranks would stop at a step of its own, and the "
+            "others wait for it; leave it out, and save more often (save_strategy='steps', save_steps=100)"
+        )
+
+
 log = logging.getLogger(__name__)
 
 
@@ -252,6 +261,7 @@ class SpeculatorTrainingArguments(TrainingArguments):
                 )
         check_sharding(self)
         check_shared_rows(self)
+        check_stop_signal(self)
         check_loggers(self.loggers)
         if self.parallel_mode == ParallelMode.NOT_DISTRIBUTED:
             log.warning(

@@ -47,15 +47,21 @@ def context_length(text: Mapping[str, Any]) -> int | None:
     return int(limit * next((f for f in reversed(factors) if f), 1.0))
 
 
+def rope_by_length(text: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The RoPE parameters of a text model's config by which the length of a text decides how all its positions are
+    rotated (types dynamic and longrope); None: no length does."""
+    kinds = ((rope.get("rope_type") or rope.get("type"), rope) for rope in rope_of(text))
+    return next((rope for kind, rope in kinds if kind in ("dynamic", "longrope")), None)
+
+
 def same_angles_until(text: Mapping[str, Any]) -> int | None:
     """Tokens of the longest text of a model, by its text model's config, whose length does not decide how all its
-    positions are rotated (RoPE of the types dynamic and longrope); None: no length does."""
-    for rope in rope_of(text):
-        if (rope.get("rope_type") or rope.get("type")) in ("dynamic", "longrope"):
-            name = "original_max_position_embeddings"
-            borders = rope.get(name), text.get(name), text.get("max_position_embeddings")
-            return min(filter(None, borders), default=None)
-    return None
+    positions are rotated; None: no length does."""
+    rope, name = rope_by_length(text), "original_max_position_embeddings"
+    if rope is None:
+        return None
+    borders = rope.get(name), text.get(name), text.get("max_position_embeddings")
+    return min(filter(None, borders), default=None)
 
 
 class Excess(NamedTuple):
