@@ -1,6 +1,7 @@
 """What a recipe needs before it runs: disk of features, memory of a training step, hours, servers.
 What does not fit is named, with the option that makes it fit. Of the verifier only config.json is read."""
 
+import contextlib
 import logging
 import math
 import os
@@ -19,7 +20,7 @@ from ..features.feature_rows import stored_dtype
 from ..models.base import SpeculatorModel
 from ..nn.compiled import product_dtype
 from ..train.training_arguments import can_shard
-from ..verifier.folders import layout_of
+from ..verifier.folders import layout_of, named_by
 from ..verifier.identity import VerifierInfo
 from .disk import Disk, features_on_disk, free_disk
 from .sizes import DrafterSizes, cache_bytes, drafter_sizes, forward_flops, empty_drafter, verifier_sizes
@@ -446,7 +447,8 @@ def requirements(
     name = verifier or first.get("verifier") or made_by
     if not name:
         raise ValueError(f"verifier is missing: {source} does not say which one made it; write it into the recipe")
-    info = VerifierInfo.of(name)
+    with contextlib.nullcontext() if name != made_by else named_by(source):
+        info = VerifierInfo.of(name)
     stored = not write and Path(source).is_dir() and layout_of(source) != "rows"
     most = write.get("max_samples") if write else None
     data = amount_of_data(source, most, conversations, conversations_of(sections), tokens_each)
