@@ -57,7 +57,7 @@ def layer_cache(text: Any, index: int) -> tuple[float, int]:
     layer = layers[index] if layers else text
     heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
     windows = dict(sliding_attention="sliding_window", chunked_attention="attention_chunk_size")
-    kept = getattr(layer, windows.get(kind, ""), None) or math.inf
+    kept = getattr(layer, windows.get(str(kind), ""), None) or math.inf
     return kept, heads * (head_dim(layer) + (getattr(layer, "v_head_dim", None) or head_dim(layer)))
 
 
