@@ -404,8 +404,8 @@ FAULTS = [
     Fault(
         "a KV cache has keys alone",
         "plan/sizes.py",
-        "return 2 * sizes.layers * sizes.cache_width",
-        "return sizes.layers * sizes.cache_width",
+        "return 2 * sum(min(tokens, kept) * numbers",
+        "return sum(min(tokens, kept) * numbers",
         "plan",
     ),
 ]

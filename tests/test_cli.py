@@ -19,6 +19,7 @@ from types import SimpleNamespace
 import forked
 import pytest
 import yaml
+from datasets import Dataset
 from fastcore.docments import docments
 from typer.testing import CliRunner
 
@@ -30,6 +31,7 @@ from speculators_nb.cli.recipe import read_recipe, read_sections, resolve
 from speculators_nb.core import concurrency
 from speculators_nb.core.options import check_options, shipped_drafters
 from speculators_nb.core.provenance import read_provenance
+from speculators_nb.data.chat_encoding import save_prepared
 from speculators_nb.data.sources import read_conversations
 from speculators_nb.serve.server import free_port
 
@@ -125,6 +127,19 @@ def test_heavy_imports_are_inside():
             for name in [n.module if isinstance(n, ast.ImportFrom) else n.names[0].name]
         }
         assert tops <= light | {*names, *sys.stdlib_module_names}
+
+
+@pytest.mark.parametrize("words", [("train", ".", "out"), ("vocab", ".", "9"), ("plan", "recipe.yaml")])
+def test_data_that_name_a_verifier_that_is_not_here_say_so(words, tmp_path, monkeypatch):
+    "A relative name, seen from another folder: nobody has written it now."
+    tokens = Dataset.from_list([dict(input_ids=[5, 6], loss_mask=[0, 1])])
+    save_prepared(tokens, tmp_path / "rows")
+    (tmp_path / "data_config.json").write_text('{"model": {"target_model_path": "../verifier/"}}')
+    (tmp_path / "recipe.yaml").write_text("train: {data_dir: ., output_dir: out}")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli.app, words)
+    assert result.exit_code == 2 and "../verifier" in result.output, result.output
+    assert "; . names it as its verifier: give verifier= (--verifier)" in result.output
 
 
 @pytest.mark.parametrize(

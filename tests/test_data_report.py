@@ -28,6 +28,16 @@ def prepared(folder, rows, **options):
     return prepare_data(rows, TINY, folder, num_proc=1, shuffle=False, **{"max_length": 64} | options)
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("log", ['""\n', "\n"])
+def test_a_run_that_logged_nothing_has_no_curve(tmp_path, log):
+    "It was shorter than logging_steps, without held-out rows; releases of pandas write an empty table in two ways."
+    (tmp_path / "training_log.csv").write_text(log)
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"global_step": 2, "num_train_epochs": 1}))
+    section = training_section("train", tmp_path, {})
+    assert section.figures == {} and "No loss was logged" in section.text
+
+
 def test_what_it_warns_of(tmp_path):
     rows = [talk(f"{i} + 2?", f"The answer is {i + 2}.", domain="sums") for i in range(9)]
     rows += [talk("What does <|im_end|> do?", "It ends. " * 40, source="tokens"), {"messages": []}]
@@ -86,10 +96,11 @@ def test_nearly_the_same_answers():
     assert signature(np.arange(7)) is None
 
 
-def test_the_page_and_its_tables(tmp_path):
+def test_the_page_and_its_tables(tmp_path, monkeypatch):
     made = prepared(tmp_path / "p", [talk(f"{i} <b>+</b> 2?") for i in range(5)])
-    page = report(made.folder)
-    assert page == tmp_path / "p-report/report.html"
+    monkeypatch.chdir(made.folder)
+    page = report(".")
+    assert page == report(made.folder) == tmp_path / "p-report/report.html"
     text = page.read_text()
     assert text.count("data:image/png") == 2 and "<b>" not in text and "src=" in text
     assert {f.name for f in page.parent.glob("*.csv")} >= {"languages.csv", "share-covered.csv", "seen-before.csv"}

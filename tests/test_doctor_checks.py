@@ -181,6 +181,14 @@ def test_weights_flags_and_head(model, features):
     assert checks.history_check(now, recorded).state == "ok"
     assert checks.history_check(checks.measure(shuffled, batches, options), recorded).state == "finding"
     assert checks.history_check(now, pd.DataFrame()).state == "not checked"
+    assert now.tokens == sum(int(batch["loss_mask"][:, 1:].sum()) for batch in batches)
+
+
+def test_a_token_more_or_less_is_no_finding():
+    "One of 69 held-out tokens was right; of 600 tokens here 7 are."
+    history = pd.DataFrame({"eval_full_acc_0": [1 / 69]})
+    states = [checks.history_check(checks.Measurement(9.0, 7 / 600, 1.0, n), history).state for n in (600, 60_000, 0)]
+    assert states == ["ok", "finding", "not checked"]
 
 
 def test_mapping_and_draft_length(model):

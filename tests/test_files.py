@@ -27,6 +27,7 @@ from speculators_nb.core.checkpoints import (
 from speculators_nb.core.files import atomic_folder, atomic_write, read_object, write_object
 from speculators_nb.core.registry import ClassRegistryMixin, PydanticClassRegistryMixin, ReloadableBaseModel
 from speculators_nb.models.formats import write_native
+from speculators_nb.regenerate.journal import Journal
 
 
 def names(folder):
@@ -148,6 +149,23 @@ def test_atomic_folder(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="Input/output"), atomic_folder(target) as folder:
         (folder / "d").write_text("4")
     assert names(target) == ["b"] and names(tmp_path) == ["checkpoint"]  # the old folder is put back
+
+
+@pytest.mark.parametrize("name", [".", "..", "sub/.."])
+def test_the_working_folder_is_not_replaced(name, tmp_path, monkeypatch):
+    "Another folder in its place would leave the shell in one that no longer exists; as a file it is refused as any."
+    (tmp_path / "here/sub").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    with (
+        pytest.raises(ValueError, match="in this folder.* name one that is not there"),
+        atomic_folder(name),
+    ):
+        pass
+    with pytest.raises(IsADirectoryError, match="Is a directory"), Journal(name, {}):
+        pass
+    with pytest.raises(OSError, match="Is a directory"), atomic_write(name):
+        pass
+    assert names(tmp_path) == ["here"] and names(tmp_path / "here") == ["sub"]
 
 
 # --- tensors ----------------------------------------------------------------------------------------------------------

@@ -328,6 +328,24 @@ def test_the_pictures_matter(folder, prepared):
         inputs_of(row | {"input_ids": row["input_ids"][:-1]}, template)
 
 
+def test_without_a_processor_a_verifier_reads_texts(folder, tmp_path):
+    "As one that was trained on and saved with its tokenizer alone; pictures are refused by name."
+    whole, alone = folder / "qwen2_vl", tmp_path / "alone"
+    shutil.copytree(whole, alone, ignore=shutil.ignore_patterns("*processor_config.json"))
+    talk = [{"role": "user", "content": "3 7"}, {"role": "assistant", "content": "7 3"}]
+
+    def prepared_for(verifier, name):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text(json.dumps({"conversations": talk}))
+        return prepare_data(str(file), verifier, str(tmp_path / f"{name}-rows"), val_fraction=0)
+
+    ids = [prepared_for(v, v.name).rows[0]["input_ids"].tolist() for v in (whole, alone)]
+    assert ids[0] == ids[1]
+    talk[0]["content"] = [{"type": "image", "image": "data:image/png;base64,AA=="}]
+    with pytest.raises(ValueError, match="prepare it with the processor of a vision-language verifier"):
+        prepared_for(alone, "pictures")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_is_decoded_as_the_model_decodes_it(folder, family):
     verifier = Verifier.from_pretrained(str(folder / family))

@@ -11,7 +11,15 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
-from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    GptOssConfig,
+    LlamaConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 from typer.testing import CliRunner
 
 from speculators_nb.cli.main import app
@@ -322,6 +330,61 @@ def test_sizes_are_those_of_the_models_cards(config, weights, active):
     if config is LLAMA:
         of_token = feature_bytes(4096), feature_bytes(4096, dtype=torch.float8_e4m3fn), cache_bytes(sizes)
         assert of_token == (32 * 1024, 16 * 1024, 128 * 1024)
+
+
+KIB = 1024
+HALF = (18 + 18 * 0.128) * 1000 * 2 * 8 * 64 * 2  # gpt-oss-120b: half of the layers keep 128 tokens
+
+
+@pytest.mark.parametrize(
+    ("kind", "tokens", "kept"),
+    [
+        ("deepseek_v3", 1, 61 * (512 + 64) * 2),  # latent attention: one vector and a rotated part, whatever the heads
+        ("qwen3_next", 1, 24 * KIB),  # a quarter of the layers have keys and values, of 2 heads of 256
+        ("gpt_oss", 1000, HALF),
+        ("gemma3n_text", 1, 20 * KIB * 2),  # 15 of 35 layers borrow
+        ("mamba", 1000, 0),
+    ],
+)
+def test_the_cache_is_what_an_engine_keeps_of_a_text(kind, tokens, kept):
+    assert cache_bytes(verifier_sizes(CONFIG_MAPPING[kind]()), tokens) == pytest.approx(kept)
+
+
+@pytest.mark.parametrize(
+    ("kind", "active"),
+    [
+        ("aria_text", 8.6),  # 2 of 8 experts, whose fields have names of their own
+        ("gemma4_text", 2.5),  # tables of its layers are looked up
+        ("jetmoe", 1.13),  # experts without a part of that name
+        ("qwen2_5_omni_thinker", 6.5),  # of a text nothing passes the audio tower
+    ],
+)
+def test_a_token_is_counted_with_what_it_passes(kind, active):
+    assert verifier_sizes(CONFIG_MAPPING[kind]()).active / 1e9 == pytest.approx(active, rel=0.05)
+
+
+def test_answers_read_the_experts_that_their_tokens_use(quick, tmp_path):
+    "16 tokens use at most 128 of 512 experts, so a step of Qwen3-Next reads at most a third of 159 GB."
+    Qwen3NextConfig().save_pretrained(tmp_path)
+    found = requirements_of(ROOT / "data/recipes/qwen3-8b.yaml", tmp_path, 141 * GB, 2)
+    info, server = VerifierInfo.of(tmp_path), found.serving
+    few, many = (planning.answering(info, found.machine, server, 1000, n) for n in (16, 4096))
+    assert few.at_once == 16 and few.rate > 16 / (server.weights / 3 / (server.width * 3e12))
+    assert many.rate < many.at_once / (server.weights / (server.width * 3e12))
+
+
+def test_a_verifier_without_attention_is_planned(quick, tmp_path):
+    "Its features are; a drafter of Llama layers is refused with the field that it lacks."
+    CONFIG_MAPPING["mamba"]().save_pretrained(tmp_path / "mamba")
+    features = dict(data=f"{tmp_path}/rows", output_dir=f"{tmp_path}/features", aux_layer_ids=[1, 2])
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(yaml.safe_dump(dict(verifier=f"{tmp_path}/mamba", features=features)))
+    code, text = run("plan", recipe, "--memory", 80, "--disk", 9000)
+    assert code == 0 and "one device" in text, text
+    train = dict(data_dir=f"{tmp_path}/features", output_dir=f"{tmp_path}/drafter")
+    recipe.write_text(yaml.safe_dump(dict(verifier=f"{tmp_path}/mamba", features=features, train=train)))
+    code, text = run("plan", recipe, "--memory", 80, "--disk", 9000)
+    assert code == 2 and "no llama layers fit" in text and "num_attention_heads" in text, text
 
 
 def test_flops_of_a_forward_pass_are_those_counted():

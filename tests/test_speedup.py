@@ -18,12 +18,14 @@ from speculators_nb.evaluate.acceptance import acceptance_summary, expected_leng
 from speculators_nb.evaluate.speedup import (
     batch_verify,
     best_gamma,
+    draft_schedule,
     lengths,
     measured_speedup,
     speedups,
     step_costs,
     verify_costs,
 )
+from speculators_nb.serve.speculative_config import SpeculativeConfig
 
 
 @pytest.fixture(scope="module")
@@ -145,3 +147,10 @@ def test_one_thread_is_timed_by_the_processor(monkeypatch):
     assert cost.seconds(nap) < 0.03
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     assert cost.seconds(nap) >= 0.05
+
+
+def test_a_schedule_of_large_batches_begins_at_one():
+    "vLLM wants a number for every size; smaller batches draft as the smallest one that was measured."
+    fields = draft_schedule({8: 4, 64: 2})
+    assert fields["num_speculative_tokens_per_batch_size"] == [[1, 63, 4], [64, 64, 2]]
+    assert SpeculativeConfig(method="ngram", **fields).tokens_for(2, 4) == 4

@@ -135,8 +135,8 @@ def tables():
         dict(
             verifier=name,
             weights_gb=round(2 * size.weights / 1e9, 1),
-            cache_kib=cache_bytes(size) // 1024,
-            draft_cache_kib=cache_bytes(size._replace(layers=1)) // 1024,
+            cache_kib=int(cache_bytes(size) // 1024),
+            draft_cache_kib=int(cache_bytes(size._replace(caches=size.caches[:1])) // 1024),
         )
         for name, size in ((name, verifier_sizes(config)) for name, config in configs.items())
     ]

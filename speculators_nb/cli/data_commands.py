@@ -29,6 +29,7 @@ from ..regenerate.from_server import regenerate_from_server
 from ..regenerate.in_process import regenerate as answer_here
 from ..regenerate.journal import Report
 from ..regenerate.self_prompts import write_self_prompts
+from ..verifier.folders import named_by
 from ..verifier.row_limits import RowLimits
 from ..verifier.tapped_model import Verifier, faster_dtype
 
@@ -301,7 +302,8 @@ def vocab(
     model = read_data_config(data_dir).get("model", {})
     vocab_size = vocab_size or model.get("vocab_size")
     if not vocab_size and model.get("target_model_path"):
-        vocab_size = text_config(verifier_config(model["target_model_path"], False)).vocab_size
+        with named_by(data_dir):
+            vocab_size = text_config(verifier_config(model["target_model_path"], False)).vocab_size
     place = Path(output_dir or prepared.folder)
     with one_writer(place):
         if vocab_size and not overwrite:

@@ -3,6 +3,7 @@ They lead from a folder of features to a drafter, and to its acceptance here and
 
 import contextlib
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -105,9 +106,11 @@ def train(
 ) -> SpeculatorTrainer:  # has run; its model is the best one, and is saved
     "Train a drafter on features, and keep the best checkpoint."
     check_features(data_dir, verifier)
+    named = not verifier
     verifier = verifier or read_data_config(data_dir).get("model", {}).get("target_model_path")
     if not verifier:
         raise ValueError(f"verifier is missing: {data_dir} does not say which one made it")
+    naming = partial(named_by, data_dir, verifier) if named else contextlib.nullcontext
     options = locals()
     given: dict[str, Any] = {name: options[name] for name in GIVEN_TO_TRAINER}
     more = pairs(extra)
@@ -116,8 +119,9 @@ def train(
     if from_pretrained is None:
         algorithm = algorithm or FIRST_CHOICE
         draft_arch = draft_arch or settings(algorithm).get("draft_arch")
-    check_step_memory(verifier, locals())
-    with disk_errors(output_dir, KEPT), hub_access(remote_code=trust_remote_code), one_writer(output_dir):
+    with naming():
+        check_step_memory(verifier, locals())
+    with disk_errors(output_dir, KEPT), hub_access(remote_code=trust_remote_code), one_writer(output_dir), naming():
         decoding: Measure | None = None  # acceptance on the first questions, at each evaluation
         if decode_prompts is not None:
             target, tokenizer = open_verifier(verifier)

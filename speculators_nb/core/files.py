@@ -117,7 +117,7 @@ def _neighbour(path: Path) -> Path:
     stem = path.stem
     while stem and len(os.fsencode(f".{stem}.01234567{path.suffix}")) > 255:
         stem = stem[:-1]
-    return path.with_name(f".{stem}.{secrets.token_hex(4)}{path.suffix}")
+    return path.parent / f".{stem}.{secrets.token_hex(4)}{path.suffix}"
 
 
 def _new_mode(path: Path) -> int:
@@ -214,8 +214,10 @@ def atomic_folder(path: str | os.PathLike, replace: bool = True) -> Iterator[Pat
     """Fill a folder as a whole or not at all: on an exception the old folder stays as it was. The new content is
     written to the empty temporary folder beside it that this gives. A link to a folder stays one: what it leads to
     is replaced. `replace=False`: DiskError where another process has made it meanwhile. Permissions and DiskError:
-    as of `atomic_write`."""
+    as of `atomic_write`. Errors: ValueError for `.` and `..`, whose place another folder cannot take."""
     named = Path(path)
+    if named.name in ("", ".."):
+        raise ValueError(f"{named}: you are in this folder, and it is made as a whole; name one that is not there yet")
     path = Path(os.path.realpath(path)) if os.path.islink(path) else Path(path)
     temporary, aside = _neighbour(path), _neighbour(path)
     try:

@@ -97,10 +97,12 @@ def open_tokenizer(verifier: str | os.PathLike, trust_remote_code: bool = False)
 
 def load_processor(path: str | Path, trust_remote_code: bool = False):
     """What turns conversations into the inputs of a verifier (folder or hub id): its processor if it takes pictures,
-    else its tokenizer. Videos need torchvision, pictures do not."""
+    else, and where a folder has none, its tokenizer. Videos need torchvision, pictures do not."""
     with tokenizer_errors(path):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        if getattr(config, "vision_config", None) is None:
+        files = (Path(path) / name for name in ("processor_config.json", "preprocessor_config.json"))
+        has_none = Path(path).is_dir() and not any(file.is_file() for file in files)
+        if has_none or getattr(config, "vision_config", None) is None:
             return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         try:
             return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)

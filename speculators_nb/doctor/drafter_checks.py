@@ -7,7 +7,7 @@ import math
 import os
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -105,14 +105,20 @@ class Measurement(NamedTuple):
     loss: float  # mean over the batches
     first: float  # share of right tokens at the first draft position; NaN: not known
     length: float  # mean acceptance length that the accuracies predict; NaN: not known
+    tokens: float = math.inf  # at the first draft position
+
+
+def first_name(metrics: Iterable[str], prefix: str = "") -> str | None:
+    """Of metrics the accuracy at the first draft position, whatever the drafter calls it; None: there is none.
+    `prefix`: of the names, "eval_" in a history."""
+    names = [n for n in metrics if re.fullmatch(rf"{prefix}(full_acc_\d+|position_\d+_acc)", n)]
+    return min(names, key=lambda n: int(re.findall(r"\d+", n)[0]), default=None)
 
 
 def first_accuracy(metrics: Mapping[Any, float], prefix: str = "") -> float:
-    """Accuracy at the first draft position, whatever the drafter calls it; NaN: there is none. `prefix`: of the names,
-    "eval_" in a history."""
-    names = [n for n in metrics if re.fullmatch(rf"{prefix}(full_acc_\d+|position_\d+_acc)", n)]
-    names.sort(key=lambda n: int(re.findall(r"\d+", n)[0]))
-    return float(metrics[names[0]]) if names else math.nan
+    "The value of `first_name`; NaN: there is none."
+    name = first_name(metrics, prefix)
+    return math.nan if name is None else float(metrics[name])
 
 
 def predicted_length(metrics: Mapping[Any, float], prefix: str = "", k: int | None = None) -> float:
@@ -141,7 +147,8 @@ def measure(model: SpeculatorModel, batches: list[Batch], options: Mapping[str, 
         if n.endswith("_sum")
     }
     loss = sum(losses) / max(len(losses), 1)
-    return Measurement(loss, first_accuracy(means), predicted_length(means))
+    tokens = sums.get(f"{first_name(means)}_total", math.inf)
+    return Measurement(loss, first_accuracy(means), predicted_length(means), tokens)
 
 
 GAIN = 0.97  # loss after a repair over the loss before it
@@ -206,13 +213,15 @@ def last_evaluation(history: pd.DataFrame) -> dict[Any, Any]:
 
 
 def history_check(now: Measurement, history: pd.DataFrame) -> Finding:
-    "Whether the folder does what its history (training_log.csv) says."
+    """Whether the folder does what its history (training_log.csv) says. Other rows were looked at than here, so
+    two standard errors are chance."""
     then = first_accuracy(last_evaluation(history), "eval_")
-    if not then > 0 or now.first != now.first:
+    if not then > 0 or now.first != now.first or not now.tokens:
         return unchecked("convention", "the history has no held-out accuracy")
+    chance = 2 * math.sqrt(max(then * (1 - then), 0) / now.tokens)
     return judged(
         "convention",
-        now.first < LEAST_KEPT * then,
+        now.first < min(LEAST_KEPT * then, then - chance),
         f"first draft token right at {now.first:.0%} of held-out positions, {then:.0%} when it was saved",
         "weights or config are not those of this run: take its checkpoint again",
     )

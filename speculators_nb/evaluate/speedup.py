@@ -141,8 +141,9 @@ def batch_verify(
 def draft_schedule(
     best: Mapping[int, int],  # batch size -> draft tokens, from `best_gamma`; sizes from 1 on
 ) -> dict[str, Any]:  # fields of vLLM's --speculative-config; {}: drafting pays nowhere
-    """The number of draft tokens, and where it changes with the batch size the ranges. Errors:
-    ValueError for no size, a size below 1, a negative number of tokens, and fractions."""
+    """The number of draft tokens, and where it changes with the batch size the ranges, from 1
+    on. Errors: ValueError for no size, a size below 1, a negative number of tokens, and
+    fractions."""
     if (
         not best
         or not all(isinstance(n, Integral) for n in (*best, *best.values()))
@@ -158,7 +159,7 @@ def draft_schedule(
         if ranges and ranges[-1][2] == best[size]:
             ranges[-1][1] = following - 1
         else:
-            ranges.append([size, following - 1, best[size]])
+            ranges.append([size if ranges else 1, following - 1, best[size]])
     most = max(best.values())
     if most == 0:
         return {}

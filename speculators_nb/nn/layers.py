@@ -610,8 +610,9 @@ def draft_layer_config(
             fields |= _latent_fields(text)
         return CONFIG_MAPPING[family](**fields)
     except Exception as e:  # transformers' own classes of errors are no ValueError
+        heads = getattr(text, "num_attention_heads", None)
         raise ValueError(
             f"no {family} layers fit a verifier of hidden_size={text.hidden_size} and "
-            f"num_attention_heads={text.num_attention_heads}, as in its config.json "
+            f"num_attention_heads={heads}, as in its config.json "
             f"({' '.join(str(e).split())}); take config.json and weights from one checkpoint"
         ) from e

@@ -1,6 +1,7 @@
 """What a recipe needs before it runs: disk of features, memory of a training step, hours, servers.
 What does not fit is named, with the option that makes it fit. Of the verifier only config.json is read."""
 
+import contextlib
 import logging
 import math
 import os
@@ -14,11 +15,12 @@ import torch
 from ..core.config import SpeculatorModelConfig
 from ..core.options import FIRST_CHOICE, duration, pairs
 from ..data.prepared_folder import load_prepared, read_data_config
+from ..evaluate.speedup import experts_read
 from ..features.feature_rows import stored_dtype
 from ..models.base import SpeculatorModel
 from ..nn.compiled import product_dtype
 from ..train.training_arguments import can_shard
-from ..verifier.folders import layout_of
+from ..verifier.folders import layout_of, named_by
 from ..verifier.identity import VerifierInfo
 from .disk import Disk, features_on_disk, free_disk
 from .sizes import DrafterSizes, cache_bytes, drafter_sizes, forward_flops, empty_drafter, verifier_sizes
@@ -340,15 +342,17 @@ class Answers(NamedTuple):
 
 
 def answering(info: VerifierInfo, machine: Machine, server: Serving, each: int, concurrency: int) -> Answers:
-    """An upper bound of the rate, with conversations of `each` tokens, so many at once. A decoding step reads all
-    weights and every KV cache once, and computes one token of each conversation; the slower of both counts. On average
-    half of a conversation is in its cache. Memory limits how many are cached at once."""
+    """An upper bound of the rate, with conversations of `each` tokens, so many at once. A decoding step reads the
+    weights, of experts those that one of its tokens uses, and every KV cache once, and computes one token of each
+    conversation; the slower of both counts. On average half of a conversation is in its cache. Memory limits how many
+    are cached at once."""
     sizes = verifier_sizes(info.config)
-    cache, at_once = cache_bytes(sizes), concurrency
-    if not math.isinf(machine.memory):
+    whole, at_once = cache_bytes(sizes, each), concurrency
+    if whole and not math.isinf(machine.memory):
         free = 0.9 * server.width * machine.memory - server.weights
-        at_once = max(1, min(concurrency, int(free / (cache * each))))
-    moved = server.weights + at_once * cache * each / 2
+        at_once = max(1, min(concurrency, int(free / whole)))
+    unread = 1 - experts_read(at_once, sizes.experts, sizes.experts_used) / sizes.experts
+    moved = server.weights - 2 * sizes.expert_weights * unread + at_once * cache_bytes(sizes, each / 2)
     reading = moved / (server.width * machine.bandwidth * 1e12)
     token = forward_flops(sizes, each) + 2 * sizes.vocab * sizes.hidden
     computing = machine.seconds(at_once * token, server.width)
@@ -443,7 +447,8 @@ def requirements(
     name = verifier or first.get("verifier") or made_by
     if not name:
         raise ValueError(f"verifier is missing: {source} does not say which one made it; write it into the recipe")
-    info = VerifierInfo.of(name)
+    with contextlib.nullcontext() if name != made_by else named_by(source):
+        info = VerifierInfo.of(name)
     stored = not write and Path(source).is_dir() and layout_of(source) != "rows"
     most = write.get("max_samples") if write else None
     data = amount_of_data(source, most, conversations, conversations_of(sections), tokens_each)

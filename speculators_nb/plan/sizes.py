@@ -1,6 +1,7 @@
 """Sizes of a verifier (target model) from its config.json, and of a drafter before it is made (on a meta device).
 Weights, bytes of features and cache, FLOPs. A mixture of experts is counted by the experts that a token uses."""
 
+import math
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -23,17 +24,41 @@ class VerifierSizes(NamedTuple):
     hidden: int  # H
     layers: int  # decoder layers
     query_width: int  # heads times their width
-    cache_width: int  # numbers of a token in the KV cache of one layer
+    caches: tuple[tuple[float, int], ...]  # of each layer: tokens that its KV cache keeps, numbers of one
     vocab: int  # V
+    expert_weights: int = 0  # of all experts among which a token's are chosen
+    experts: int = 1  # of a layer
+    experts_used: int = 1  # of them, by a token
 
 
-def experts_used(text: PretrainedConfig) -> float:
-    "The share of a language model's experts that a token uses; 1: a dense model."
-    counts = ("num_experts", "num_local_experts", "n_routed_experts")
+def expert_counts(text: PretrainedConfig) -> tuple[int, int]:
+    "A language model's experts in a layer, and those that a token uses; 1, 1: a dense model."
+    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
     chosen = ("num_experts_per_tok", "moe_topk", "top_k_experts")
     n = next((getattr(text, name) for name in counts if getattr(text, name, None)), None)
     k = next((getattr(text, name) for name in chosen if getattr(text, name, None)), None)
-    return k / n if n and k else 1.0
+    return (n, k) if n and k else (1, 1)
+
+
+UNCACHED = ("linear_attention", "conv", "mlp", "moe")  # kinds of layers; the former two keep a state
+
+
+def layer_cache(text: Any, index: int) -> tuple[float, int]:
+    """Tokens that the KV cache of a layer keeps (infinite: all of a text), and numbers of one. Latent attention keeps
+    one short vector; the last layers of Gemma-3n share the cache of another one."""
+    kinds = getattr(text, "layer_types", None)
+    kind = kinds[index] if kinds else None
+    borrows = index >= text.num_hidden_layers - (getattr(text, "num_kv_shared_layers", None) or 0)
+    if kind in UNCACHED or borrows or not getattr(text, "num_attention_heads", None):
+        return math.inf, 0
+    if getattr(text, "kv_lora_rank", None):
+        return math.inf, text.kv_lora_rank + (getattr(text, "qk_rope_head_dim", None) or 0)
+    layers = getattr(text, "per_layer_config", None)
+    layer = layers[index] if layers else text
+    heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+    windows = dict(sliding_attention="sliding_window", chunked_attention="attention_chunk_size")
+    kept = getattr(layer, windows.get(str(kind), ""), None) or math.inf
+    return kept, heads * (head_dim(layer) + (getattr(layer, "v_head_dim", None) or head_dim(layer)))
 
 
 def verifier_sizes(config: PretrainedConfig) -> VerifierSizes:
@@ -46,29 +71,35 @@ def verifier_sizes(config: PretrainedConfig) -> VerifierSizes:
             f"model_type={text.model_type!r}: transformers cannot build this model from its config.json, so that its "
             "weights cannot be counted; update transformers"
         )
-    share, active, total = experts_used(text), 0.0, 0
-    ends: Any = (model.get_input_embeddings(), model.get_output_embeddings())
-    tables = {id(end.weight) for end in ends if end is not None}
+    (n, k), active, total, routed = expert_counts(text), 0.0, 0, 0
+    tables = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}  # rows are looked up
+    if (head := model.get_output_embeddings()) is not None:
+        tables.add(id(head.weight))
     for name, weight in model.named_parameters():
         total += weight.numel()
-        in_decoder = id(weight) not in tables and "vision" not in name and "visual" not in name
+        is_expert = ".experts." in name or (weight.ndim == 3 and len(weight) == n > 1)
+        in_decoder = id(weight) not in tables and not any(part in name for part in ("vision", "visual", "audio"))
         if in_decoder and weight.ndim > 1:
-            active += weight.numel() * (share if ".experts." in name else 1)
-    kv_heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+            active += weight.numel() * (k / n if is_expert else 1)
+            routed += weight.numel() * is_expert
+    heads = getattr(text, "num_attention_heads", None) or 0  # Mamba has none
     return VerifierSizes(
         total,
         active,
         text.hidden_size,
         text.num_hidden_layers,
-        text.num_attention_heads * head_dim(text),
-        2 * kv_heads * head_dim(text),
+        heads and heads * head_dim(text),
+        tuple(layer_cache(text_config(config), i) for i in range(text.num_hidden_layers)),
         text.vocab_size,
+        routed,
+        n,
+        k,
     )
 
 
-def cache_bytes(sizes: VerifierSizes) -> int:
-    "Bytes that a token takes in a KV cache in bfloat16."
-    return 2 * sizes.layers * sizes.cache_width
+def cache_bytes(sizes: VerifierSizes, tokens: float = 1) -> float:
+    "Bytes that a text takes in a KV cache in bfloat16."
+    return 2 * sum(min(tokens, kept) * numbers for kept, numbers in sizes.caches)
 
 
 def forward_flops(sizes: VerifierSizes, context: int = 2048) -> float:

@@ -2,6 +2,7 @@
 It is resumable after a kill and appended to by any number of ranks, with counts and errors by reason."""
 
 import contextlib
+import errno
 import json
 import logging
 import os
@@ -231,6 +232,8 @@ class Journal:
 
     def __init__(self, path: str | Path, settings: dict, rank: int = 0, world_size: int = 1):
         self.path, self.settings = Path(path).expanduser(), json.loads(json.dumps(settings))
+        if self.path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(self.path))
         self.rank, self.world_size = rank, world_size
         share = f".{rank}-of-{world_size}" if world_size > 1 else ""
         self.errors = self.path.with_suffix(f"{share}.errors.jsonl")

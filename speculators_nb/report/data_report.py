@@ -2,6 +2,7 @@
 And turns, the trained share, domains, and what was left out. What should be mended comes first."""
 
 import hashlib
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -330,6 +331,8 @@ def report(
     "Write what is in a prepared folder as a page with figures, and its tables as CSV."
     check_options({"prepared": prepared, "output_dir": output_dir, "verifier": verifier})
     prepared = Path(prepared)
+    if prepared.name in ("", ".."):  # `.` has no name
+        prepared = Path(os.path.abspath(prepared))
     folder = Path(output_dir or prepared.with_name(f"{prepared.name}-report"))
     made = DataReport(load_prepared(prepared), verifier)
     for name, table in made.tables.items():

@@ -41,11 +41,14 @@ def plot_accuracy(log: pd.DataFrame) -> Figure | None:
 
 def training_section(name: str, folder: Path, arguments: Mapping) -> Section:
     "The curves of a training run and its best checkpoint, by the drafter's folder and the arguments of the stage."
-    log = pd.read_csv(folder / "training_log.csv")
+    file = folder / "training_log.csv"
+    log = pd.read_csv(file) if file.stat().st_size > 1 else pd.DataFrame()
     state = read_object(folder / "trainer_state.json")
-    figures = {"loss": plot_loss(log), "accuracy": plot_accuracy(log)}
+    logged = {"loss", "eval_loss"} & {*log}  # a short run logs nothing
+    figures = {"loss": plot_loss(log) if logged else None, "accuracy": plot_accuracy(log)}
     best = state.get("best_global_step")
     text = f"{state.get('global_step')} steps, {state.get('num_train_epochs')} epochs."
+    text += "" if logged else " No loss was logged: the run was shorter than logging_steps."
     if best:
         metric = pairs(arguments.get("extra")).get("metric_for_best_model", "loss").removeprefix("eval_")
         text += f" The best checkpoint is that of step {best} ({metric} {state['best_metric']:.4f})."

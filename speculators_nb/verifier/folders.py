@@ -51,13 +51,16 @@ def named_verifier(config: Mapping[str, Any], checkpoint: str | os.PathLike) -> 
 
 
 @contextlib.contextmanager
-def named_by(checkpoint: str | os.PathLike) -> Iterator[None]:
-    "Say in a FileNotFoundError which drafter names what is missing, and how to name another place."
+def named_by(folder: str | os.PathLike, verifier: str | None = None) -> Iterator[None]:
+    """Say in a FileNotFoundError which drafter, or which data, names the verifier that is missing, and how to name
+    another place. `verifier`: that name, where other files may be missing too."""
     try:
         yield
     except FileNotFoundError as e:
+        if not str(e).startswith(verifier or ""):
+            raise
         raise FileNotFoundError(
-            f"{e}; {checkpoint} names it as its verifier: give verifier= (--verifier), its folder on this machine"
+            f"{e}; {folder} names it as its verifier: give verifier= (--verifier), its folder on this machine"
         ) from None
 
 
