@@ -36,8 +36,9 @@ COLOURS = {
     "lilicorr": "#2000f0",
 }
 MARKERS = dict(zip(COLOURS, "xsovD^<>Phd*H81pX2"))
-# colour and marker of names that are not in the palette
-_SPARE = list(zip(["#44aa99", "#aa4499", "#117733", "#ddcc77", "#661100", "#6699cc"], "4+8123"))
+# colours of series that are no drafters; colour and marker of names that are not in the palette
+SERIES = ["#44aa99", "#aa4499", "#117733", "#ddcc77", "#661100", "#6699cc", "#cc6677", "#88ccee"]
+_SPARE = list(zip(SERIES, "4+8123"))
 STYLE: dict[Any, Any] = {
     "figure.facecolor": "white",
     "axes.facecolor": "white",
@@ -52,6 +53,7 @@ STYLE: dict[Any, Any] = {
     "font.size": 10,
     "text.color": "#222222",
     "axes.labelcolor": "#222222",
+    "axes.prop_cycle": plt.cycler(color=SERIES),
 }
 
 

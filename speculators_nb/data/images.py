@@ -258,14 +258,6 @@ def picture_inside(part: dict | str) -> dict | str:
     return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{data}"}}
 
 
-def with_pictures_inside(messages: list[dict]) -> list[dict]:
-    "Messages of `resolve_images`, each part as of `picture_inside`."
-    contents = [m["content"] for m in messages]
-    return [
-        m | {"content": [*map(picture_inside, c)]} if isinstance(c, list) else m for m, c in zip(messages, contents)
-    ]
-
-
 def _content(source, at, is_base64, allow_urls):
     "What a source holds or names: the bytes of a picture, fetched where an address is allowed, or its file."
     if isinstance(source, dict):  # as `datasets` stores pictures

@@ -7,13 +7,15 @@ A token that is drafted late counts only if all before it were accepted: that is
 # %% auto #0
 __all__ = ['ROW_TENSORS', 'StepWeights', 'FIXED', 'LOSS_WEIGHTS', 'shift_by_one', 'check_batch', 'ttt_supervision', 'on_host',
            'Supervised', 'supervised_steps', 'needed_rows', 'places_among', 'same_rows', 'sum_and_total',
-           'chain_metrics', 'accuracies', 'position_metrics', 'block_metrics', 'exponential', 'block_decay',
-           'normalised_steps', 'weights_of_steps', 'dpace', 'Drafted', 'ScoredRows', 'LossWeight', 'WeightOfRows',
-           'survival_weights', 'accept_until_fail', 'register_loss_weight', 'loss_weight', 'row_weights']
+           'chain_metrics', 'accuracies', 'position_metrics', 'block_metrics', 'by_position', 'exponential',
+           'block_decay', 'normalised_steps', 'weights_of_steps', 'dpace', 'Drafted', 'ScoredRows', 'LossWeight',
+           'WeightOfRows', 'survival_weights', 'accept_until_fail', 'register_loss_weight', 'loss_weight',
+           'row_weights']
 
 # %% ../../nbs/nn/03_supervision.ipynb #76e89467
 import inspect
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -235,6 +237,19 @@ def block_metrics(
     metrics = accuracies(right.sum(0).float(), supervised.sum(0).float(), first)
     lengths = (accepted + 1) * counted  # with the bonus token
     return metrics | sum_and_total("eal", lengths.sum().float(), counted.sum().float())
+
+
+def by_position(
+    names: Collection,  # of metrics
+    prefix: str = "",  # of those that are looked for, e.g. "eval_"
+    kinds: Sequence[str] = ("accept", "full_acc", "acc", "position"),  # the best first
+) -> list[str]:  # in the order of the positions; empty: there are none
+    "The names of the best kind of accuracy by drafted position, whatever the drafter calls it."
+    for kind in kinds:
+        matches = [re.fullmatch(rf"{prefix}{kind}_(\d+)(_acc)?", str(name)) for name in names]
+        if any(matches):
+            return [m[0] for m in sorted(filter(None, matches), key=lambda m: int(m[1]))]
+    return []
 
 # %% ../../nbs/nn/03_supervision.ipynb #941a287b
 def _positive(name: str, value: float) -> float:
