@@ -2,7 +2,6 @@
 They lead from a folder of features to a drafter, and to its acceptance here and in vLLM."""
 
 import contextlib
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +10,7 @@ import torch
 
 from ..core.checkpoints import hub_access
 from ..core.config import SpeculatorModelConfig
-from ..core.files import disk_errors, save_figure, writable_folder, write_text
+from ..core.files import disk_errors, save_figure, writable_folder, write_object, write_text
 from ..core.options import FILTERS, FIRST_CHOICE, NO_WEIGHTS, check_options, pairs
 from ..core.provenance import provenance_path, write_provenance
 from ..data.prepared_folder import read_data_config
@@ -304,9 +303,9 @@ def evaluate(
         return run(drafter, data, options)
 
 
-def _save(path: Path, table: str, figure: Figure, suffix: str = ".csv"):
+def _save(path: Path, table: str, figure: Figure):
     "A table and its picture, as path.csv and path.png."
-    write_text(path.with_suffix(suffix), table)
+    write_text(path.with_suffix(".csv"), table)
     save_figure(path.with_suffix(".png"), figure)
 
 
@@ -359,7 +358,8 @@ def calibrate(
         "calibrated": survival(steps.logits, temperatures)[known],
     }
     figure = plot_reliability(forecasts, all_accepted(steps.accepted, loaded.k)[known])
-    _save(Path(output_dir) / "calibration", json.dumps(found, indent=1) + "\n", figure, ".json")
+    write_object(Path(output_dir) / "calibration.json", found)
+    save_figure(Path(output_dir) / "calibration.png", figure)
     origin = {"drafter": drafter, "verifier": loaded.verifier, "data": data}
     write_provenance(output_dir, "calibrate", sampling, origin, requests=len(prompts))
     columns = {name: found[name] for name in ("temperatures", "ece_before", "ece_after")}

@@ -23,7 +23,7 @@ import torch
 from datasets import Dataset
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from ..core.files import atomic_write, read_errors
+from ..core.files import atomic_write, file_digest
 from ..core.http_client import proxy_for, read_reply, time_left, time_limit
 from .chat_encoding import Rows, check_ids, read_conversation, token_mask
 from .chat_template import ALL, ChatTemplate, Trained, load_processor, merge_turns, texts_in, turns_of
@@ -215,17 +215,11 @@ def picture_file(part: dict) -> Path | None:
     return Path(unquote(urlsplit(url).path))
 
 
-def _digest(file):
-    "SHA-256 of a file, in hexadecimal digits."
-    with read_errors(file), open(file, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
 def unchanged_file(part: dict) -> Path | None:
     "As `picture_file`. BadRow: there is another picture than when the row was prepared."
     file = picture_file(part)
     digest = part.get("sha256")  # tables fill in None
-    if file and digest and file.is_file() and _digest(file) != digest:
+    if file and digest and file.is_file() and file_digest(file).hex() != digest:
         raise BadRow("the picture has changed since the row was prepared; prepare the data again", str(file))
     return file
 
@@ -345,7 +339,7 @@ def resolve_images(
         source = _content(source, at, part.get("base64") is not None, allow_urls)
         path = _stored(source, at, store) if isinstance(source, bytes) else _local(source, at, Path(folder))
         address = {"url": path.absolute().as_uri()}
-        return {"type": "image_url", "image_url": address, "sha256": _digest(path)}
+        return {"type": "image_url", "image_url": address, "sha256": file_digest(path).hex()}
 
     messages = copy.deepcopy(conversation.messages)
     for i, message in enumerate(messages):
