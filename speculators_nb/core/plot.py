@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.markers import MarkerStyle
 from matplotlib.patches import Patch
+from matplotlib.rcsetup import cycler
 
 
 COLOURS = {
@@ -53,7 +54,7 @@ STYLE: dict[Any, Any] = {
     "font.size": 10,
     "text.color": "#222222",
     "axes.labelcolor": "#222222",
-    "axes.prop_cycle": plt.cycler(color=SERIES),
+    "axes.prop_cycle": cycler(color=SERIES),
 }
 
 

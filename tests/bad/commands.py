@@ -1,6 +1,6 @@
-"""Options of all commands: what makes no sense, what is no number, what is no word. The first part is made of two
-tables, which values are wrong and which command takes which option; `tests/test_options.py` sees that every option of
-every command is in it. Every such case is answered before a model is loaded. The rest is about what options say
+"""Options of all commands: what makes no sense, what is no number, what is no word. The first part is made of the
+rules: what one refuses is typed for every option that has it; `tests/test_options.py` sees that every option of every
+command is tried. Every such case is answered before a model is loaded. The rest is about what options say
 together, recipes, and arguments that name the wrong thing."""
 
 import inspect
@@ -66,42 +66,38 @@ MOONCAKE = [
     ("mooncake://host:99999", "{}='mooncake://host:99999': is no address of a Mooncake master"),
     ("mooncake://h:1?segment_gb=0", "{}='mooncake://h:1.segment_gb=0': is no address of a Mooncake master"),
 ]
-FLOATS = [
-    ("int8", "{}='int8': is not known; choose bfloat16"),
-    ("bf61", "{}='bf61': is not known; choose bfloat16"),
-    ("float", "{}='float': is not known"),
-]
 
 
-def words(known, *wrong):
-    return [(w, f"{{}}='{w}': is not known; choose .*{known}") for w in wrong]
-
-
-# options that take a path
-PATHS = """data data_dir prepared recipe output output_dir out folder verifier drafter checkpoint from_pretrained
-native image_folder prompts heldout decode_prompts vllm convert.source gguf features file"""
-
-
-def beyond(rule):
-    "(what is typed, what must be answered) of numbers out of a rule's range or not finite, and of what is no number."
+def refused(rule):
+    "(what is typed, what must be answered) of values that a rule refuses by its kind, whatever the option."
     rule = rule.of or rule
-    if rule.kind not in ("whole", "number"):
-        return
-    whole = rule.kind == "whole"
-    step = 1 if whole else 0.125
-    for end, further in {rule.above: 0, rule.below: 0, rule.low: -step, rule.high: step}.items():
-        if end is not None:
-            value = str((int if whole else float)(end + further))
-            yield value, f"{{}}=\\[?{re.escape(value)}\\]?: must be {range_of(rule)}"
-    for value in () if whole else ("nan", "inf"):
-        yield value, f"{{}}=\\[?{value}\\]?: must be finite"
-    for value in ("many", "1.5") if whole else ("many",):
-        yield value, f"{{}}='{value}': is text, and must be a {'whole ' * whole}number"
+    match rule.kind:
+        case "path":
+            yield from PATH
+        case "text":
+            yield from (("''", "{}=\\[?''.*: is empty"), ("' '", "{}=\\[?' '.*: is empty"))
+        case "mapping":
+            yield from OBJECT
+        case "word":
+            known = rule.words if isinstance(rule.words, tuple) else rule.words()
+            said = "is not known; choose .*" + re.escape(known[-1])
+            yield f"{known[0]}x", f"{{}}='{known[0]}x': {said}.* Did you mean {known[0]}"
+            yield "xyzzy", f"{{}}='xyzzy': {said}"
+        case "whole" | "number":
+            whole = rule.kind == "whole"
+            step = 1 if whole else 0.125
+            for end, further in {rule.above: 0, rule.below: 0, rule.low: -step, rule.high: step}.items():
+                if end is not None:
+                    value = str((int if whole else float)(end + further))
+                    yield value, f"{{}}=\\[?{re.escape(value)}\\]?: must be {range_of(rule)}"
+            for value in () if whole else ("nan", "inf"):
+                yield value, f"{{}}=\\[?{value}\\]?: must be finite"
+            for value in ("many", "1.5") if whole else ("many",):
+                yield value, f"{{}}='{value}': is text, and must be a {'whole ' * whole}number"
 
 
-BAD = {  # option, or command.option -> (what is typed, what must be answered); numbers: `beyond`
+BAD = {  # option, or command.option -> (what is typed, what must be answered), where its rule's kind says too little
     "import_": [(None, None)],  # see OWN
-    **dict.fromkeys(PATHS.split(), PATH),
     **dict.fromkeys(("storage", "hidden_states"), PATH + MOONCAKE),
     "rank": [
         ("-1", "{}=-1: must be at least 0"),
@@ -119,18 +115,11 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered); 
         ("http://127.0.0.1", "{}='http://127.0.0.1': is no address to listen on"),
     ],
     "device": DEVICE,
-    "sampling": OBJECT,
-    "template_kwargs": OBJECT,
-    "config": OBJECT,
     "aux_layer_ids": LAYERS,
     "languages": [
         ("''", "{}=\\[?''\\]?: is empty"),
         ("en {option} ''", "{}=\\['en', ''\\]: is empty; write something like en"),
     ],
-    "evaluation": [("''", "{}=\\[''.*\\]: is empty"), ("' '", "{}=\\[' '.*\\]: is empty")],
-    "runs": [("''", "{}=\\[''.*\\]: is empty"), ("' '", "{}=\\[' '.*\\]: is empty")],
-    "model": [("''", "{}='': is empty; write something like"), ("'  '", "{}=' *': is empty")],
-    "format": [("''", "{}='': is empty"), ("' '", "{}=' ': is empty")],
     "train.extra": [
         ("warmup_steps", "extra='warmup_steps': write name=value"),
         ("seed=1", "extra='seed=1': has an option of its own; use --seed"),
@@ -146,45 +135,17 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered); 
         ("--dtype=half", "extra='--dtype=half': has an option of its own; use dtype"),
         ("--speculative-config={}", "extra=.*use k and method"),
     ],
-    "algorithm": [
-        ("eagel3", "{}='eagel3': is not known; choose .*Did you mean eagle3"),
-        ("gpt", "{}='gpt': is not known; choose .*eagle3"),
-        ("EAGLE3", "{}='EAGLE3': is not known"),
-    ],
-    "draft_arch": words("llama", "lama", "gpt2"),
-    "optimizer": words("adamw or muon", "adam", "sgd"),
-    "on_bad": words("raise or skip", "ignore", "Raise"),
-    "engine": words("reference or vllm", "sglang", "VLLM"),
-    "check.engine": words("vllm or llama.cpp", "sglang", "llama"),
-    "to": words("llama.cpp", "vllm", "gguf"),
-    "features.engine": words("local or ray", "spark", "Ray"),
-    "regenerate.engine": words("local or ray", "spark", "Ray"),
-    "checkpoint_format": words("full or sharded", "shard", "Full"),
-    "rule": words("standard", "typcial", "always"),
-    "kv_cache": words("dynamic, static or graphs", "sttaic", "paged"),
-    "attn_implementation": words("sdpa, eager", "spda", "flash", "kernels-community/flash-attn2"),
-    "load": words("requests or guidellm", "wrk", "request"),
-    "method": words("ngram", "nrgam", "magic"),
-    "engine_version": words("0.32 or 0.33", "0.31", "newest"),
-    "features.source": words("hf or vllm", "openai", "HF"),
-    "rows": words("conversation or turn", "turns", "all"),
-    "too_long": words("cut or drop", "dorp", "keep"),
-    "save_dtype": FLOATS,
-    "features.dtype": [
-        ("int8", "{}='int8': is not known; choose bfloat16"),
-        ("bf61", "{}='bf61': is not known"),
-        ("float64", "{}='float64': is not known"),
-    ],
-    "dtype": words("auto", "int8", "fp4"),
-    "compute_dtype": words("auto, bfloat16 or float32", "bf16", "float16"),
 }
-OPTIONS = {name for function in cli.app.functions.values() for name in inspect.signature(function).parameters}
+# numbers that `train` takes and has no option for
+NUMBERS = """max_steps weight_decay adam_beta1 adam_beta2 max_grad_norm logging_steps save_steps eval_steps
+regenerate_temperature save_total_limit muon_learning_rate data_seed dataloader_num_workers ttt_steps
+ttt_step_loss_decay block_size max_anchors num_heads markov_rank dpace_alpha noise_std down_sample_ratio
+mask_token_id"""
 FURTHER = [  # --extra of train: (name=value, what must be answered)
     *(
         (f"{name}={value}", expect.replace("{}", name))
-        for name, rule in RULES.items()
-        if name not in OPTIONS and not rule.of
-        for value, expect in [*beyond(rule)][:1]
+        for name in NUMBERS.split()
+        for value, expect in [*refused(RULES[name])][:1]
     ),
     ("max_steps=0", "max_steps=0: trains nothing; give a number of steps"),
     (f"warmup_steps=1{'0' * 400}", "warmup_steps=1000.*: must be finite"),
@@ -688,7 +649,7 @@ def _typed(command, p, value):
 
 
 def _values(command, p):
-    return BAD.get(f"{command}.{p.name}") or BAD.get(p.name) or [*beyond(rule_of(p.name, command))]
+    return BAD.get(f"{command}.{p.name}") or BAD.get(p.name) or [*refused(rule_of(p.name, command))]
 
 
 def _wrong(command, p):
