@@ -110,7 +110,7 @@ def train(
         raise ValueError(f"verifier is missing: {data_dir} does not say which one made it")
     more = pairs(extra)
     options |= dict(verifier=verifier, aux_layer_ids=aux_layer_ids or None, extra=more)
-    options |= dict(resume=more.pop("resume_from_checkpoint", resume))
+    options["resume"] = more.pop("resume_from_checkpoint", resume)
     refuse_model(output_dir)  # also the verifier that the features name
     if from_pretrained is None:
         options["algorithm"] = algorithm = algorithm or FIRST_CHOICE

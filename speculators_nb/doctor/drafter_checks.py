@@ -110,7 +110,7 @@ class Measurement(NamedTuple):
 def first_accuracy(metrics: Mapping[Any, float], prefix: str = "") -> float:
     """Accuracy at the first draft position, whatever the drafter calls it; NaN: there is none. `prefix`: of the names,
     "eval_" in a history."""
-    names = by_position(metrics, prefix, kinds=("full_acc", "position"))
+    names = by_position(metrics, prefix, "full_acc|position")
     return float(metrics[names[0]]) if names else math.nan
 
 
@@ -118,9 +118,9 @@ def predicted_length(metrics: Mapping[Any, float], prefix: str = "", k: int | No
     """Mean acceptance length (tokens a step, the bonus token counted) of k draft tokens (None: of all that were
     trained) if they were accepted as often as they are right on the rows; NaN: not known."""
     if f"{prefix}eal" in metrics:  # of whole blocks
-        block = len(by_position(metrics, prefix, kinds=("position",)))
+        block = len(by_position(metrics, prefix, "position"))
         return float(metrics[f"{prefix}eal"]) if k is None or k >= block else math.nan
-    chain = by_position(metrics, prefix, kinds=("full_acc",))
+    chain = by_position(metrics, prefix, "full_acc")
     return 1 + float(sum(metrics[name] for name in chain[:k])) if chain else math.nan
 
 

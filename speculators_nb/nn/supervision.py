@@ -15,7 +15,7 @@ __all__ = ['ROW_TENSORS', 'StepWeights', 'FIXED', 'LOSS_WEIGHTS', 'shift_by_one'
 # %% ../../nbs/nn/03_supervision.ipynb #76e89467
 import inspect
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -240,16 +240,15 @@ def block_metrics(
 
 
 def by_position(
-    names: Collection,  # of metrics
+    names: Iterable,  # of metrics
     prefix: str = "",  # of those that are looked for, e.g. "eval_"
-    kinds: Sequence[str] = ("accept", "full_acc", "acc", "position"),  # the best first
-) -> list[str]:  # in the order of the positions; empty: there are none
-    "The names of the best kind of accuracy by drafted position, whatever the drafter calls it."
-    for kind in kinds:
-        matches = [re.fullmatch(rf"{prefix}{kind}_(\d+)(_acc)?", str(name)) for name in names]
-        if any(matches):
-            return [m[0] for m in sorted(filter(None, matches), key=lambda m: int(m[1]))]
-    return []
+    kinds: str = "full_acc|acc|accept|position",
+) -> list[str]:  # in the order of the positions, of several kinds the first; empty: none
+    "The names of the accuracies at each drafted position, whatever the drafter calls them."
+    matches = (re.fullmatch(rf"{prefix}({kinds})_(\d+)(_acc)?", str(name)) for name in names)
+    found = [m for m in matches if m]
+    of_one_kind = [m for m in found if m[1] == found[0][1]]
+    return [m[0] for m in sorted(of_one_kind, key=lambda m: int(m[2]))]
 
 # %% ../../nbs/nn/03_supervision.ipynb #941a287b
 def _positive(name: str, value: float) -> float:
