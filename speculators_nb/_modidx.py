@@ -2134,6 +2134,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'speculators_nb/nn/supervision.py'),
                                                'speculators_nb.nn.supervision.block_metrics': ( 'nn/supervision.html#block_metrics',
                                                                                                 'speculators_nb/nn/supervision.py'),
+                                               'speculators_nb.nn.supervision.by_position': ( 'nn/supervision.html#by_position',
+                                                                                              'speculators_nb/nn/supervision.py'),
                                                'speculators_nb.nn.supervision.chain_metrics': ( 'nn/supervision.html#chain_metrics',
                                                                                                 'speculators_nb/nn/supervision.py'),
                                                'speculators_nb.nn.supervision.check_batch': ( 'nn/supervision.html#check_batch',

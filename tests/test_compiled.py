@@ -65,9 +65,9 @@ def test_a_compiled_tile_is_one_graph(loss, compiles, monkeypatch):
     monkeypatch.setitem(LOSSES, "swapped", RowLoss(swapped, LOSSES["tv"].grad))
     for rows in (6, 9, 5, 7):
         target, draft = torch.randn(2, rows, 40, generator=torch.Generator().manual_seed(rows))
-        wanted = {loss: 1.0}, True, True, True
-        by_hand = score_rows(Distribution(target), Distribution(draft), *wanted)
-        compiled = score_logits(target, [draft, target], None, None, *wanted)
+        wanted = dict(mixture={loss: 1.0}, want_accept=True, want_tokens=True)
+        by_hand = score_rows(Distribution(target), Distribution(draft), **wanted)
+        compiled = score_logits(target, [draft, target], None, None, **wanted)
         for a, b in zip((compiled.losses[loss], *compiled[1:]), (by_hand.losses[loss], *by_hand[1:])):
             torch.testing.assert_close(a[:rows], b)
     assert not counters["graph_break"] and counters["stats"]["unique_graphs"] == 2
@@ -99,7 +99,8 @@ def test_many_shapes_stay_compiled(compiles):
         )
     for i, loss in enumerate(LOSSES):
         term = torch.zeros(3, 8) if i % 2 else None
-        score_logits(torch.randn(3, 8), [torch.randn(3, 8)], None, term, {loss: 1.0}, True, True, True)
+        wanted = dict(mixture={loss: 1.0}, want_accept=True, want_tokens=True)
+        score_logits(torch.randn(3, 8), [torch.randn(3, 8)], None, term, **wanted)
     assert counters["stats"]["unique_graphs"] > len(LOSSES) > 8 and not counters["graph_break"]
     assert not [reason for reason in counters["unimplemented"] if "limit" in str(reason)]
     assert torch._dynamo.config.recompile_limit >= compiled_module.RECOMPILE_LIMIT

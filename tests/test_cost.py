@@ -142,6 +142,7 @@ def test_a_drafter_without_weights_reads_none(verifier):
 
 def test_expected_speedup():
     assert expected_speedup(3, 0.5) == 2 and expected_speedup(3, 0.5, verify=1.5) == 1.5
+    assert expected_speedup(torch.tensor(3.0), 0.5, torch.tensor(1.5)) == 1.5
     table = pd.DataFrame(dict(length=[3.0, 2.0], cost=[0.5, float("nan")]))
     assert expected_speedup(table.length, table.cost).dropna().tolist() == [2]  # one that was not measured stays so
     with pytest.raises(ValueError, match="the row is all padding"):

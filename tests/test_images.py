@@ -50,7 +50,7 @@ from speculators_nb.data.images import (
     resolve_images,
     shown_address,
 )
-from speculators_nb.data.messages import BadRow, parts_of
+from speculators_nb.data.messages import BadRow, map_parts, parts_of
 from speculators_nb.data.prepare import prepare_data
 from speculators_nb.data.prepared_folder import load_prepared
 from speculators_nb.evaluate import load
@@ -614,10 +614,10 @@ def test_prompts_with_pictures_are_for_a_server(folder, tmp_path):
     tokenizer = load_processor(folder / "qwen2_vl").tokenizer
     (refused,) = encode_each([prompt], tokenizer)
     assert "a prompt has pictures, which are read by a server alone" in str(refused)
-    (message,) = load._as_sent(prompt.messages)
+    (message,) = map_parts(prompt.messages, load._as_sent)
     assert message["content"][0]["image_url"]["url"].startswith("data:image/png;base64,")
     elsewhere = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://x.org/a.png"}}]}]
-    assert load._as_sent(elsewhere) == elsewhere
+    assert map_parts(elsewhere, load._as_sent) == elsewhere
     for messages in (elsewhere, json.dumps(elsewhere)):
         assert prompt_of({"input_ids": [1, 2], "messages": messages}).messages == elsewhere
 
@@ -627,7 +627,7 @@ def test_what_is_no_file_here_is_for_the_server_to_read():
     for url in ("file:///no/such/folder/a.png", "https://x.org/a.png"):
         content = [{"type": "text", "text": "file:///tmp"}, {"type": "image_url", "image_url": {"url": url}}]
         messages = [{"role": "user", "content": content}, {"role": "assistant", "tool_calls": []}]
-        assert load._as_sent(messages) == messages
+        assert map_parts(messages, load._as_sent) == messages
 
 
 def test_messages_that_a_table_holds_as_text(folder, prepared):

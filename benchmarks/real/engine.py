@@ -94,10 +94,6 @@ def compared(engine, ours):
     return pd.DataFrame(rows).round(4)
 
 
-def with_interval(found):
-    return f"{found.value[0]:.2f} [{found.low[0]:.2f}, {found.high[0]:.2f}]"
-
-
 def times_as_fast(sums):  # [..., 4]: tokens and seconds with a drafter, tokens and seconds without -> [..., 1]
     tokens, seconds, plain_tokens, plain_seconds = np.moveaxis(sums, -1, 0)
     return (tokens / seconds / (plain_tokens / plain_seconds))[..., None]

@@ -339,8 +339,7 @@ def _reader(name, annotation, command) -> dict[str, Any]:
     return dict(parser=read, metavar=metavar)
 
 
-GENERAL = "Options"  # heading of what many commands take
-GROUPS = {  # heading -> options below it
+GROUPS = {  # heading -> options below it; all others are below "Options"
     "Verifier and drafter": """verifier model method algorithm draft_arch num_layers aux_layer_ids
     draft_vocab_size vocab_size from_pretrained native to format config speculative_tokens
     attn_implementation""",
@@ -356,16 +355,9 @@ GROUPS = {  # heading -> options below it
     load host port evaluate.dtype serve.dtype max_model_len enforce_eager vllm run engine_version extra""",
     "Machines": "devices memory disk tflops bandwidth mfu",
     "Output": "output_dir features.dtype shard_gb save_dtype overwrite resume dry_run link",
-    GENERAL: """seed device compute_dtype num_proc batch_size max_tokens rank world_size
-    trust_remote_code import_ recipe""",
 }
 GROUP_OF = {name: title for title, names in GROUPS.items() for name in names.split()}
 FEW = 8  # options of a command that need no groups
-
-
-def group_of(name: str, command: str) -> str:  # a heading
-    "The heading under which an option is listed."
-    return GROUP_OF.get(f"{command}.{name}") or GROUP_OF.get(name, GENERAL)
 
 
 def _shell_parameters(function, command) -> list[inspect.Parameter]:
@@ -405,7 +397,7 @@ def _shell_parameters(function, command) -> list[inspect.Parameter]:
         comment = "YAML or JSON file with arguments; what is typed here goes before it."
         add("recipe", Path | None, typer.Option("--recipe", metavar="FILE", show_default=False, help=comment))
     for name, info in options if len(options) > FEW else ():
-        info.rich_help_panel = group_of(name, command)
+        info.rich_help_panel = GROUP_OF.get(f"{command}.{name}") or GROUP_OF.get(name, "Options")
     context = inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     return [*parameters, context]
 

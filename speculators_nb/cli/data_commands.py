@@ -68,12 +68,13 @@ def open_verifier(
     device: str | None = None,
     trust_remote_code: bool = False,
     attn_implementation: str | None = None,
-    dtype: str = "auto",
+    compute_dtype: str | None = None,
 ) -> tuple[Verifier, Any]:
     """A verifier, which taps some layers (None: the default three), and its tokenizer; `device` as of `device_of`,
-    `attn_implementation`, e.g. sdpa, eager (None: transformers' choice), `dtype` of the weights (auto: the
-    checkpoint's). FileNotFoundError: neither a folder nor on the hub."""
-    options: dict[str, Any] = dict(attn_implementation=attn_implementation, dtype=dtype)
+    `attn_implementation`, e.g. sdpa, eager (None: transformers' choice), `compute_dtype` float32: weights in that, else
+    in the checkpoint's. FileNotFoundError: neither a folder nor on the hub."""
+    options: dict[str, Any] = dict(attn_implementation=attn_implementation)
+    options |= dict(dtype="float32" if compute_dtype == "float32" else "auto")
     options |= {"trust_remote_code": True} if trust_remote_code else {}
     resolve_checkpoint(verifier)  # a wrong name has its own error
     place = device_of(device)  # before the weights are read
@@ -153,8 +154,7 @@ def regenerate(
         )
     else:
         assert verifier is not None  # or check_options refuses
-        loaded = "float32" if compute_dtype == "float32" else "auto"
-        opened, tokenizer = open_verifier(verifier, None, device, False, attn_implementation, loaded)
+        opened, tokenizer = open_verifier(verifier, None, device, False, attn_implementation, compute_dtype)
         if self_prompts is not None:
             dropped = write_self_prompts(
                 opened, tokenizer, data, self_prompts, languages or None, seed, batch_size or 96
@@ -233,9 +233,8 @@ def features(
         layers = [*aux_layer_ids, config.num_hidden_layers] if aux_layer_ids else None
         hidden_size, states = config.hidden_size, len(layers or range(4))
     else:
-        loaded = "float32" if compute_dtype == "float32" else "auto"
         model, tokenizer = open_verifier(
-            verifier, aux_layer_ids, device, trust_remote_code, attn_implementation, dtype=loaded
+            verifier, aux_layer_ids, device, trust_remote_code, attn_implementation, compute_dtype
         )
         vocab_size = model.model.get_input_embeddings().get_parameter("weight").shape[0]
         hidden_size, states = model.hidden_size, len(model.aux_layer_ids) + 1

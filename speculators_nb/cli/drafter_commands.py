@@ -2,7 +2,6 @@
 They lead from a folder of features to a drafter, and to its acceptance here and in vLLM."""
 
 import contextlib
-import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -12,7 +11,7 @@ import torch
 
 from ..core.checkpoints import hub_access
 from ..core.config import SpeculatorModelConfig
-from ..core.files import disk_errors, save_figure, writable_folder, write_text
+from ..core.files import disk_errors, save_figure, writable_folder, write_object, write_text
 from ..core.options import FILTERS, FIRST_CHOICE, NO_WEIGHTS, check_options, pairs
 from ..core.provenance import provenance_path, write_provenance
 from ..data.prepared_folder import read_data_config
@@ -60,11 +59,11 @@ else:
 KEPT = "checkpoints that are complete are kept, --resume continues from the newest"
 
 
-GIVEN_TO_TRAINER = (  # options of `train` that the trainer takes by the same name, whatever the drafter
-    *("num_train_epochs", "total_seq_len", "gradient_accumulation_steps", "bf16", "fsdp"),
-    *("learning_rate", "optimizer", "checkpoint_format", "context_parallel_size", "save_dtype"),
-    *("early_stopping_patience", "regenerate_every"),
-)
+# options of `train` by the names that `train_drafter` has; those that it does not take; and those that the record of a
+# drafter names elsewhere, or that leave the drafter as it is. All others are passed on and recorded as they are.
+TRAINER_NAMES = {"server": "url", "aux_layer_ids": "target_layer_ids", "resume": "resume_from_checkpoint"}
+NOT_TRAINERS = {"decode_prompts", "trust_remote_code", "extra"}
+NOT_RECORDED = {"data_dir", "output_dir", "verifier", "from_pretrained", "storage", "patience", "overwrite"}
 
 
 def train(
@@ -105,63 +104,39 @@ def train(
     extra: list[str] | None = None,  # others as name=value, also of own drafters (repeatable)
 ) -> SpeculatorTrainer:  # has run; its model is the best one, and is saved
     "Train a drafter on features, and keep the best checkpoint."
+    options = dict(locals())
     check_features(data_dir, verifier)
     named = not verifier
     verifier = verifier or read_data_config(data_dir).get("model", {}).get("target_model_path")
     if not verifier:
         raise ValueError(f"verifier is missing: {data_dir} does not say which one made it")
     naming = partial(named_by, data_dir, verifier) if named else contextlib.nullcontext
-    options = locals()
-    given: dict[str, Any] = {name: options[name] for name in GIVEN_TO_TRAINER}
     more = pairs(extra)
-    resume = more.pop("resume_from_checkpoint", resume)
+    options |= dict(verifier=verifier, aux_layer_ids=aux_layer_ids or None, extra=more)
+    options["resume"] = more.pop("resume_from_checkpoint", resume)
     refuse_model(output_dir)  # also the verifier that the features name
     if from_pretrained is None:
-        algorithm = algorithm or FIRST_CHOICE
-        draft_arch = draft_arch or settings(algorithm).get("draft_arch")
+        options["algorithm"] = algorithm = algorithm or FIRST_CHOICE
+        options["draft_arch"] = draft_arch or settings(algorithm).get("draft_arch")
     with naming():
-        check_step_memory(verifier, locals())
+        check_step_memory(verifier, options)
     with disk_errors(output_dir, KEPT), hub_access(remote_code=trust_remote_code), one_writer(output_dir), naming():
         decoding: Measure | None = None  # acceptance on the first questions, at each evaluation
         if decode_prompts is not None:
             target, tokenizer = open_verifier(verifier)
             prompts = prompts_of(decode_prompts, tokenizer, PROMPTS)[0]
             decoding = decoded_acceptance(target, prompts, eos_token_ids=eos_ids_of(target, tokenizer))
-        trainer = train_drafter(
-            data_dir,
-            output_dir,
-            verifier,
-            algorithm,
-            draft_arch=draft_arch,
-            num_layers=num_layers,
-            draft_vocab_size=draft_vocab_size,
-            from_pretrained=from_pretrained,
-            lora_rank=lora_rank,
-            lora_alpha=lora_alpha,
-            seed=seed,
-            eval_share=eval_share,
-            on_bad=on_bad,
-            url=server,
-            storage=storage,
-            target_layer_ids=aux_layer_ids or None,
-            trust_features=trust_features,
-            measure=decoding,
-            patience=patience,
-            resume_from_checkpoint=resume,
-            overwrite=overwrite,
-            **given | more,
-        )
+        passed = {TRAINER_NAMES.get(n, n): value for n, value in options.items() if n not in NOT_TRAINERS}
+        trainer = train_drafter(**passed | more, measure=decoding)
     args = trainer.args
     # by the first rank; the record of a finished run stays
     if args.should_save and not (trainer.done and provenance_path(output_dir).is_file()):
-        given |= dict(learning_rate=args.learning_rate, extra=more, decode_prompts=decode_prompts)
-        given |= dict(draft_vocab_size=draft_vocab_size, server=one_or_several(server), eval_share=eval_share)
-        given |= dict(num_layers=num_layers, seed=seed, resume=resume)
-        given |= dict(lora_rank=lora_rank, lora_alpha=lora_alpha)
+        trained = dict(algorithm=trainer.model.config.speculators_model_type, learning_rate=args.learning_rate)
+        options |= trained | dict(server=one_or_several(server))
         write_provenance(
             output_dir,
             "train",
-            dict(algorithm=trainer.model.config.speculators_model_type) | given,
+            {name: value for name, value in options.items() if name not in NOT_RECORDED},
             dict(features=data_dir, verifier=verifier, from_pretrained=from_pretrained),
             steps=trainer.state.global_step,
             world_size=args.world_size,
@@ -332,9 +307,9 @@ def evaluate(
         return run(drafter, data, options)
 
 
-def _save(path: Path, table: str, figure: Figure, suffix: str = ".csv"):
+def _save(path: Path, table: str, figure: Figure):
     "A table and its picture, as path.csv and path.png."
-    write_text(path.with_suffix(suffix), table)
+    write_text(path.with_suffix(".csv"), table)
     save_figure(path.with_suffix(".png"), figure)
 
 
@@ -387,7 +362,8 @@ def calibrate(
         "calibrated": survival(steps.logits, temperatures)[known],
     }
     figure = plot_reliability(forecasts, all_accepted(steps.accepted, loaded.k)[known])
-    _save(Path(output_dir) / "calibration", json.dumps(found, indent=1) + "\n", figure, ".json")
+    write_object(Path(output_dir) / "calibration.json", found)
+    save_figure(Path(output_dir) / "calibration.png", figure)
     origin = {"drafter": drafter, "verifier": loaded.verifier, "data": data}
     write_provenance(output_dir, "calibrate", sampling, origin, requests=len(prompts))
     columns = {name: found[name] for name in ("temperatures", "ece_before", "ece_after")}

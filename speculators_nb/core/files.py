@@ -3,6 +3,7 @@ A file is either the old one or the new one, never half of each."""
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
@@ -268,6 +269,12 @@ def read_errors(path: str | os.PathLike) -> Iterator[None]:
         if e.filename is None and e.errno is not None and not isinstance(e, DiskError):
             e.filename = os.fspath(path)
         raise
+
+
+def file_digest(path: str | os.PathLike) -> bytes:
+    "SHA-256 of what a file holds. Errors: OSError naming it."
+    with read_errors(path), open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def read_object(path: str | os.PathLike) -> dict:  # what it says

@@ -13,6 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.markers import MarkerStyle
 from matplotlib.patches import Patch
+from matplotlib.rcsetup import cycler
 
 
 COLOURS = {
@@ -36,8 +37,9 @@ COLOURS = {
     "lilicorr": "#2000f0",
 }
 MARKERS = dict(zip(COLOURS, "xsovD^<>Phd*H81pX2"))
-# colour and marker of names that are not in the palette
-_SPARE = list(zip(["#44aa99", "#aa4499", "#117733", "#ddcc77", "#661100", "#6699cc"], "4+8123"))
+# colours of series that are no drafters; colour and marker of names that are not in the palette
+SERIES = ["#44aa99", "#aa4499", "#117733", "#ddcc77", "#661100", "#6699cc", "#cc6677", "#88ccee"]
+_SPARE = list(zip(SERIES, "4+8123"))
 STYLE: dict[Any, Any] = {
     "figure.facecolor": "white",
     "axes.facecolor": "white",
@@ -52,6 +54,7 @@ STYLE: dict[Any, Any] = {
     "font.size": 10,
     "text.color": "#222222",
     "axes.labelcolor": "#222222",
+    "axes.prop_cycle": cycler(color=SERIES),
 }
 
 
@@ -331,11 +334,10 @@ def plot_tree(
     accepted: Sequence[int] = (),
     root: str = "…",
     title: str | None = None,
-    fill: str = COLOURS["eagle3"],
 ) -> Figure:
     """Draw a draft tree from left to right, as `tree_layout` lays it out: the labels [N] in its nodes (None: their
     indices), their blanks and line breaks as signs, the probability of each, weights [N], on its edge, nodes on the
-    accepted path in the colour `fill`, `root` for the last decided token."""
+    accepted path filled, `root` for the last decided token."""
     parents = [int(p) for p in parents]
     order, depth, height, leaves = tree_layout(parents)
     texts = {node: str(node) for node in order} if labels is None else dict(enumerate(labels))
@@ -349,14 +351,14 @@ def plot_tree(
         if node >= 0:
             x = np.array([depth[parents[node]], depth[node]])
             y = np.array([height[parents[node]], height[node]])
-            colour, width = (fill, 2.5) if kept else ("#aaaaaa", 1)
+            colour, width = (COLOURS["eagle3"], 2.5) if kept else ("#aaaaaa", 1)
             ax.plot(x, y, zorder=1, color=colour, linewidth=width)
             if weights is not None:
                 text = f"{float(weights[node]):.2f}"
                 ground = dict(fc="white", ec="none", pad=0.5)
                 x, y = x @ [1 / 3, 2 / 3], y @ [1 / 3, 2 / 3]
                 ax.text(x, y, text, fontsize=7, zorder=2, bbox=ground, ha="center", va="center")
-        box = dict(boxstyle="round,pad=0.3", fc=fill if kept else "#eeeeee", ec="none")
+        box = dict(boxstyle="round,pad=0.3", fc=COLOURS["eagle3"] if kept else "#eeeeee", ec="none")
         colour = "white" if kept else "#222222"
         x, y = depth[node], height[node]
         ax.text(x, y, texts[node], fontsize=9, zorder=3, color=colour, bbox=box, ha="center", va="center")

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from .files import read_errors, read_object, write_object
+from .files import file_digest, read_errors, read_object, write_object
 
 SECRET_NAME = re.compile(
     r"(?i)(^|[_-])(api[_-]?key|key|secret|passw(or)?d|passphrase|credentials?|"
@@ -162,18 +162,16 @@ END = 1 << 20
 RECORDS = ("provenance.json", "data_config.json")
 
 
-def _digest(path: Path, whole: int = WHOLE) -> "hashlib._Hash":
-    "sha256 over size and content (of a long file: its ends)."
-    size, h = path.stat().st_size, hashlib.sha256()
+def _digest(path: Path, whole: int = WHOLE) -> str:
+    "SHA-256 of a file's content, of a long one of its size and its ends, in hexadecimal digits."
+    size = path.stat().st_size
+    if size <= whole:
+        return file_digest(path).hex()
     with read_errors(path), path.open("rb") as f:
-        if size <= whole:
-            while block := f.read(END):
-                h.update(block)
-        else:
-            h.update(f"{size}:".encode() + f.read(END))
-            f.seek(size - END)
-            h.update(f.read(END))
-    return h
+        h = hashlib.sha256(f"{size}:".encode() + f.read(END))
+        f.seek(size - END)
+        h.update(f.read(END))
+    return h.hexdigest()
 
 
 def _hub_commit(name: str) -> str | None:
@@ -202,7 +200,7 @@ def identify(source: str | os.PathLike) -> dict:
     "What a name was at this moment. Nothing is fetched; what is neither file nor folder is only named."
     path, named, h = Path(source), {"path": without_secrets(source)}, hashlib.sha256()
     if path.is_file():
-        return named | {"sha256": _digest(path).hexdigest(), "bytes": path.stat().st_size}
+        return named | {"sha256": _digest(path), "bytes": path.stat().st_size}
     if not path.is_dir():
         commit = _hub_commit(str(source))
         return named | ({"commit": commit} if commit else {})
@@ -217,13 +215,13 @@ def identify(source: str | os.PathLike) -> dict:
             h.update(json.dumps(record, sort_keys=True).encode())
         for file in sorted(f for f in path.iterdir() if _BESIDE.fullmatch(f.name)):
             if not file.name.startswith("hs_"):  # features: their record has the rows' digest
-                h.update(f"{file.name}:{_digest(file, END).hexdigest()}".encode())
+                h.update(f"{file.name}:{_digest(file, END)}".encode())
         return named | {"record": records[0].name, "sha256": h.hexdigest()}
     # names, sizes and contents of all files but the hidden ones
     files = sorted(f for f in path.rglob("*") if f.is_file() and not f.relative_to(path).parts[0].startswith("."))
     for file in files:
         # a very large folder: names and sizes
-        content = _digest(file, END).hexdigest() if len(files) <= 1000 else ""
+        content = _digest(file, END) if len(files) <= 1000 else ""
         h.update(f"{file.relative_to(path).as_posix()}:{file.stat().st_size}:{content}\n".encode())
     return named | {"sha256": h.hexdigest(), "bytes": sum(f.stat().st_size for f in files), "files": len(files)}
 

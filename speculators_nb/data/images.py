@@ -22,7 +22,7 @@ import torch
 from datasets import Dataset
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from ..core.files import atomic_write, read_errors
+from ..core.files import atomic_write, file_digest
 from ..core.http_client import proxy_for, read_reply, time_left, time_limit
 from .chat_encoding import Rows, check_ids, read_conversation, token_mask
 from .chat_template import ALL, ChatTemplate, Trained, load_processor, merge_turns, texts_in, turns_of
@@ -214,17 +214,11 @@ def picture_file(part: dict) -> Path | None:
     return Path(unquote(urlsplit(url).path))
 
 
-def _digest(file):
-    "SHA-256 of a file, in hexadecimal digits."
-    with read_errors(file), open(file, "rb") as f:
-        return hashlib.file_digest(f, "sha256").hexdigest()
-
-
 def unchanged_file(part: dict) -> Path | None:
     "As `picture_file`. BadRow: there is another picture than when the row was prepared."
     file = picture_file(part)
     digest = part.get("sha256")  # tables fill in None
-    if file and digest and file.is_file() and _digest(file) != digest:
+    if file and digest and file.is_file() and file_digest(file).hex() != digest:
         raise BadRow("the picture has changed since the row was prepared; prepare the data again", str(file))
     return file
 
@@ -255,14 +249,6 @@ def picture_inside(part: dict | str) -> dict | str:
     kind, content = for_server(file)
     data = base64.b64encode(content).decode()
     return {"type": "image_url", "image_url": {"url": f"data:image/{kind};base64,{data}"}}
-
-
-def with_pictures_inside(messages: list[dict]) -> list[dict]:
-    "Messages of `resolve_images`, each part as of `picture_inside`."
-    contents = [m["content"] for m in messages]
-    return [
-        m | {"content": [*map(picture_inside, c)]} if isinstance(c, list) else m for m, c in zip(messages, contents)
-    ]
 
 
 def _content(source, at, is_base64, allow_urls):
@@ -352,7 +338,7 @@ def resolve_images(
         source = _content(source, at, part.get("base64") is not None, allow_urls)
         path = _stored(source, at, store) if isinstance(source, bytes) else _local(source, at, Path(folder))
         address = {"url": path.absolute().as_uri()}
-        return {"type": "image_url", "image_url": address, "sha256": _digest(path)}
+        return {"type": "image_url", "image_url": address, "sha256": file_digest(path).hex()}
 
     messages = copy.deepcopy(conversation.messages)
     for i, message in enumerate(messages):

@@ -300,6 +300,12 @@ def parts_of(messages) -> list[dict]:
     return [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
 
 
+def map_parts(messages: list[dict], change: Callable) -> list[dict]:
+    "Messages, each part of a content that is a list as `change` makes it."
+    contents = [m.get("content") for m in messages]
+    return [m | {"content": [*map(change, c)]} if isinstance(c, list) else m for m, c in zip(messages, contents)]
+
+
 def holds_pictures(messages) -> bool:
     "Whether a part of a message, as it is written, is a picture; False for what are no messages."
     return any(part.get("type") in ("image", "image_url") for part in parts_of(messages))

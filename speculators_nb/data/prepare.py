@@ -32,7 +32,7 @@ from filelock import FileLock
 from tqdm.auto import tqdm
 
 from ..core.concurrency import end_with_parent
-from ..core.files import DiskError, atomic_folder, disk_errors, read_errors
+from ..core.files import DiskError, atomic_folder, disk_errors, file_digest
 from ..core.options import check_options
 from ..core.provenance import provenance
 from .chat_encoding import FEATURES, add_trained, arrow_columns, encode_batch, read_conversation
@@ -531,8 +531,7 @@ def fingerprint_data(data) -> tuple[str, Any]:
     files = [files_of(d) for d in sources]
     if None not in files:
         for file in chain.from_iterable(filter(None, files)):
-            with read_errors(file), open(file, "rb") as f:
-                h.update(hashlib.file_digest(f, "sha256").digest())
+            h.update(file_digest(file))
     else:
         data = Located(located(data))
         for _, row in data:

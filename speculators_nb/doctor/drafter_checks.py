@@ -5,7 +5,6 @@ import copy
 import inspect
 import math
 import os
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -26,6 +25,7 @@ from ..evaluate.acceptance import Evaluation, evaluate
 from ..evaluate.engine import read_table
 from ..features.feature_rows import FeatureRows
 from ..models.base import SpeculatorModel
+from ..nn.supervision import by_position
 from ..verifier.parts import load_verifier_tensors
 from ..verifier.tapped_model import Verifier
 from .data_checks import Finding, Rows, judged, unchecked
@@ -111,8 +111,7 @@ class Measurement(NamedTuple):
 def first_name(metrics: Iterable[str], prefix: str = "") -> str | None:
     """Of metrics the accuracy at the first draft position, whatever the drafter calls it; None: there is none.
     `prefix`: of the names, "eval_" in a history."""
-    names = [n for n in metrics if re.fullmatch(rf"{prefix}(full_acc_\d+|position_\d+_acc)", n)]
-    return min(names, key=lambda n: int(re.findall(r"\d+", n)[0]), default=None)
+    return next(iter(by_position(metrics, prefix, "full_acc|position")), None)
 
 
 def first_accuracy(metrics: Mapping[Any, float], prefix: str = "") -> float:
@@ -125,10 +124,10 @@ def predicted_length(metrics: Mapping[Any, float], prefix: str = "", k: int | No
     """Mean acceptance length (tokens a step, the bonus token counted) of k draft tokens (None: of all that were
     trained) if they were accepted as often as they are right on the rows; NaN: not known."""
     if f"{prefix}eal" in metrics:  # of whole blocks
-        block = sum(bool(re.fullmatch(rf"{prefix}position_\d+_acc", n)) for n in metrics)
+        block = len(by_position(metrics, prefix, "position"))
         return float(metrics[f"{prefix}eal"]) if k is None or k >= block else math.nan
-    chain = {int(m[1]): metrics[m[0]] for n in metrics if (m := re.fullmatch(rf"{prefix}full_acc_(\d+)", n))}
-    return 1 + float(sum(chain[t] for t in sorted(chain)[:k])) if chain else math.nan
+    chain = by_position(metrics, prefix, "full_acc")
+    return 1 + float(sum(metrics[name] for name in chain[:k])) if chain else math.nan
 
 
 @torch.no_grad()

@@ -196,6 +196,6 @@ def expected_speedup(
 ) -> float:  # how many times faster than plain decoding
     """Tokens a step over what a step costs (2211.17192, theorem 3.8); columns of a table too.
     Errors: ValueError for a step that costs nothing."""
-    if np.any(np.less_equal(verify + cost, 0)):
+    if np.any(np.asarray(verify + cost) <= 0):
         raise ValueError(f"verify={verify} and cost={cost}: a step costs more than nothing")
     return mean_length / (verify + cost)

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from ..core.concurrency import EndpointError, concurrently
 from ..core.http_client import Endpoint
-from ..data.messages import BadRow
+from ..data.messages import BadRow, map_parts
 from .prompts import Prompt
 from .vllm_metrics import COUNTERS, Meter, request_counts
 
@@ -46,20 +46,15 @@ class Reply:
         return (self.seconds - self.first) / (self.tokens - 1) if self.tokens > 1 else float("nan")
 
 
-def _as_sent(messages):
-    "Messages with the pictures of this machine's files inside, as held-out rows name them; others a server reads."
+def _as_sent(part):
+    "A part of a message, with the picture of a file of this machine inside, as held-out rows name it."
+    address = part.get("image_url") if isinstance(part, dict) else None
+    url = urlsplit(str(address.get("url"))) if isinstance(address, dict) else None
+    if url is None or url.scheme != "file" or url.netloc or not Path(unquote(url.path)).is_file():
+        return part  # other pictures are read by the server
+    from ..data.images import picture_inside  # torch, datasets
 
-    def sent(part):
-        address = part.get("image_url") if isinstance(part, dict) else None
-        url = urlsplit(str(address.get("url"))) if isinstance(address, dict) else None
-        if url is None or url.scheme != "file" or url.netloc or not Path(unquote(url.path)).is_file():
-            return part
-        from ..data.images import picture_inside  # torch, datasets
-
-        return picture_inside(part)
-
-    contents = [m.get("content") for m in messages]
-    return [m | {"content": [*map(sent, c)]} if isinstance(c, list) else m for m, c in zip(messages, contents)]
+    return picture_inside(part)
 
 
 def ask(
@@ -79,7 +74,7 @@ def ask(
     body |= dict(model=model, max_tokens=max_tokens, temperature=temperature, seed=seed)
     body |= dict(stream=True, stream_options={"include_usage": True}, return_token_ids=True)
     body |= dict(cache_salt=salt) if salt else {}
-    body |= dict(messages=_as_sent(prompt.messages)) if prompt.messages else dict(prompt=prompt.text)
+    body |= dict(messages=map_parts(prompt.messages, _as_sent)) if prompt.messages else dict(prompt=prompt.text)
     body |= dict(tools=prompt.tools) if prompt.tools else {}
     path = "/v1/chat/completions" if prompt.messages else "/v1/completions"
     reply = Reply(prompt.domain)

@@ -287,7 +287,7 @@ def encode_each(prompts: list[Prompt], tokenizer: Any) -> list:
 
     def encode(prompt):
         try:
-            return encode_prompts([prompt], tokenizer)[0]
+            return encode_prompt(prompt, tokenizer)
         except ValueError as e:
             return Refused(str(e))
 

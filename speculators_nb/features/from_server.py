@@ -15,8 +15,8 @@ from ..core.concurrency import Breaker, concurrently
 from ..core.files import DiskError
 from ..core.http_client import EndpointError
 from ..core.options import check_options
-from ..data.images import with_pictures_inside
-from ..data.messages import as_json, parts_of, tools_of
+from ..data.images import picture_inside
+from ..data.messages import as_json, map_parts, parts_of, tools_of
 from ..data.prepared_folder import config_of
 from ..jobs.ranks import shard
 from ..jobs.servers import addresses_of
@@ -33,7 +33,7 @@ def _chat(table, kwargs, i):
     messages: Any = as_json(row.get("messages"), "messages")
     if all(part.get("type") == "text" for part in parts_of(messages)):
         return None
-    chat = {"messages": with_pictures_inside(messages)}
+    chat = {"messages": map_parts(messages, picture_inside)}
     if kwargs:
         chat["chat_template_kwargs"] = kwargs
     if tools := tools_of(row):

@@ -417,11 +417,14 @@ def _joined(parts: list[Tensor | None]) -> Tensor | None:
 
 
 @compiled_on_cuda
-def _scores(target, drafts, label, term, mixture, want_grad, *metrics):
+def _scores(target, drafts, label, term, mixture, want_grad, want_accept, want_tokens):
     # a plain tuple: torch 2.11 cannot compile a function that returns a changed named one
     p = Distribution(target, label)
     logits = [z.float() if term is None else z.float() + term for z in drafts]
-    slots = [(q, score_rows(p, q, mixture, False, *metrics)) for q in map(Distribution, logits)]
+    slots = [
+        (q, score_rows(p, q, mixture, False, want_accept, want_tokens))
+        for q in map(Distribution, logits)
+    ]
     losses = {name: torch.cat([slot.losses[name] for _, slot in slots]) for name in mixture}
     correct = torch.cat([slot.correct for _, slot in slots])
     accept = _joined([slot.accept for _, slot in slots])
@@ -440,10 +443,14 @@ def score_logits(
     drafts: list[Tensor],  # S times [n, V], each scored against it, in any dtype
     label: Tensor | None,  # [n] the right token of `ce`; None: the verifier's likeliest
     term: Tensor | None,  # [n, V] added to the drafter's logits
-    *wanted: Any,  # the last four arguments of `score_rows`
+    mixture: dict[str, float],  # as of `score_rows`
+    want_grad: bool = True,
+    want_accept: bool = False,
+    want_tokens: bool = False,
 ) -> ScoredRows:  # of S·n rows; its gradient in the dtype of `drafts`, with a term in float32
     "`score_rows` of raw logits. Compiled, S drafts share a kernel that reads the target once."
-    return ScoredRows._make(_scores(target, drafts, label, term, *wanted))
+    scored = _scores(target, drafts, label, term, mixture, want_grad, want_accept, want_tokens)
+    return ScoredRows._make(scored)
 
 # %% ../../nbs/nn/04_losses.ipynb #13fd7d3a
 def row_loss(
@@ -834,9 +841,9 @@ def score_chunk(
                     right,
                     added,
                     mixture,
-                    weight is not None,
-                    want_accept,
-                    want_tokens,
+                    want_grad=weight is not None,
+                    want_accept=want_accept,
+                    want_tokens=want_tokens,
                 )
             else:
                 z = drafts[0].float() if added is None else drafts[0].float() + added

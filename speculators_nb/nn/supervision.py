@@ -7,13 +7,15 @@ A token that is drafted late counts only if all before it were accepted: that is
 # %% auto #0
 __all__ = ['ROW_TENSORS', 'StepWeights', 'FIXED', 'LOSS_WEIGHTS', 'shift_by_one', 'check_batch', 'ttt_supervision', 'on_host',
            'Supervised', 'supervised_steps', 'needed_rows', 'places_among', 'same_rows', 'sum_and_total',
-           'chain_metrics', 'accuracies', 'position_metrics', 'block_metrics', 'exponential', 'block_decay',
-           'normalised_steps', 'weights_of_steps', 'dpace', 'Drafted', 'ScoredRows', 'LossWeight', 'WeightOfRows',
-           'survival_weights', 'accept_until_fail', 'register_loss_weight', 'loss_weight', 'row_weights']
+           'chain_metrics', 'accuracies', 'position_metrics', 'block_metrics', 'by_position', 'exponential',
+           'block_decay', 'normalised_steps', 'weights_of_steps', 'dpace', 'Drafted', 'ScoredRows', 'LossWeight',
+           'WeightOfRows', 'survival_weights', 'accept_until_fail', 'register_loss_weight', 'loss_weight',
+           'row_weights']
 
 # %% ../../nbs/nn/03_supervision.ipynb #76e89467
 import inspect
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -235,6 +237,18 @@ def block_metrics(
     metrics = accuracies(right.sum(0).float(), supervised.sum(0).float(), first)
     lengths = (accepted + 1) * counted  # with the bonus token
     return metrics | sum_and_total("eal", lengths.sum().float(), counted.sum().float())
+
+
+def by_position(
+    names: Iterable,  # of metrics
+    prefix: str = "",  # of those that are looked for, e.g. "eval_"
+    kinds: str = "full_acc|acc|accept|position",
+) -> list[str]:  # in the order of the positions, of several kinds the first; empty: none
+    "The names of the accuracies at each drafted position, whatever the drafter calls them."
+    matches = (re.fullmatch(rf"{prefix}({kinds})_(\d+)(_acc)?", str(name)) for name in names)
+    found = [m for m in matches if m]
+    of_one_kind = [m for m in found if m[1] == found[0][1]]
+    return [m[0] for m in sorted(of_one_kind, key=lambda m: int(m[2]))]
 
 # %% ../../nbs/nn/03_supervision.ipynb #941a287b
 def _positive(name: str, value: float) -> float:

@@ -1,7 +1,6 @@
 """One page about a whole run: stages, data, training curves, acceptance.
 With intervals, what vLLM says, and the digest of every input."""
 
-import re
 from collections.abc import Mapping, Sequence
 from os import PathLike
 from pathlib import Path
@@ -15,18 +14,14 @@ from ..core.options import pairs
 from ..core.plot import closed_axes, plot_loss
 from ..core.provenance import RECORDS, provenance_path
 from ..data.prepared_folder import load_prepared
+from ..nn.supervision import by_position
 from .data_report import left_out
 from .page import Section, page_html, write_page
 
 
-ACCURACY = re.compile(r"eval_(full_acc|acc|accept|position)_(\d+)(_acc)?$")
-
-
 def plot_accuracy(log: pd.DataFrame) -> Figure | None:
     "Held-out accuracy at each drafted position against steps, from a Trainer's log; None: it has no accuracy."
-    matches = [m for m in map(ACCURACY.match, map(str, log)) if m]
-    first_kind = [m for m in matches if m[1] == matches[0][1]]  # where there are several
-    names = [m[0] for m in sorted(first_kind, key=lambda m: int(m[2]))]
+    names = by_position(log, "eval_")
     rows = log.dropna(subset=names) if names else log[:0]
     if not len(rows):
         return None

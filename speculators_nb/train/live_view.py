@@ -4,7 +4,6 @@ The decoded acceptance is beside the loss."""
 import html
 import io
 import os
-import re
 import signal
 import threading
 from collections.abc import Mapping
@@ -15,21 +14,14 @@ import pandas as pd
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ProgressCallback
 
+from ..nn.supervision import by_position
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 else:
     Figure = Any  # matplotlib is imported only to draw
 
 SHOWN_POSITIONS = 3  # so that a row fits a terminal
-_ACCURACY = re.compile(r"eval_(full_acc|acc|accept|position)_(\d+)(_acc)?$")
-
-
-def _position_columns(metrics) -> dict[str, str]:
-    "Metrics of an evaluation -> names that count from one."
-    matches = [m for m in map(_ACCURACY.match, metrics) if m]
-    first_kind = [m for m in matches if m[1] == matches[0][1]]  # where there are several
-    by_position = sorted(first_kind, key=lambda m: int(m[2]))[:SHOWN_POSITIONS]
-    return {m[0]: f"accuracy {n}" for n, m in enumerate(by_position, 1)}
 
 
 def evaluation_table(log_history: list[dict]) -> pd.DataFrame:
@@ -47,7 +39,8 @@ def evaluation_table(log_history: list[dict]) -> pd.DataFrame:
             row["held-out loss"] = log["eval_loss"]
             if "eval_mean_length" in log:
                 row["mean length"] = log["eval_mean_length"]
-            row |= {name: log[key] for key, name in _position_columns(log).items()}
+            positions = enumerate(by_position(log, "eval_")[:SHOWN_POSITIONS], 1)  # counted from one
+            row |= {f"accuracy {n}": log[name] for n, name in positions}
         rows.append(row | {"learning rate": last.get("learning_rate")})
     return pd.DataFrame(rows)
 

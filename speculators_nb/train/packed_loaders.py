@@ -72,7 +72,7 @@ class PackedLoaders(Trainer):
 
     train_rows: PackedBatchSampler  # of the training, as its loader has them
     n_eval_rows = 0  # rows of the current evaluation set that count
-    looked_at: frozenset[int] = frozenset()  # ids of the evaluation sets so far
+    looked_at: tuple = ()  # evaluation sets so far
     shift: Any = None  # sample -> the sample as it is laid out in a row; None: as it is
     feature_dtype: torch.dtype | None = None  # of hidden states in a batch; None: as stored
     cut: Callable[[dict], dict] | None = None  # a row -> the part of this rank; None: all of it
@@ -102,14 +102,17 @@ class PackedLoaders(Trainer):
             kept = f"{empty} of them keep no trained token" if empty else "each keeps some loss"
             log.warning("%s: %s; %s. %s", name, excess.text(), kept, excess.remedy)
 
+    def _row_of(self):
+        "What makes a row of samples; a process that loads rows may be sent it."
+        length = self.args.total_seq_len
+        return partial(collated, cut=self.cut, total_seq_len=length, shift=self.shift, dtype=self.feature_dtype)
+
     def _loader(self, dataset, rows):
         args = self.args
         return DataLoader(
             dataset if args.dataloader_num_workers else prefetched(dataset),
             batch_sampler=rows,
-            collate_fn=partial(
-                collated, cut=self.cut, total_seq_len=args.total_seq_len, shift=self.shift, dtype=self.feature_dtype
-            ),
+            collate_fn=self._row_of(),
             num_workers=args.dataloader_num_workers,
             pin_memory=args.dataloader_pin_memory,
             persistent_workers=args.dataloader_persistent_workers,
@@ -135,8 +138,8 @@ class PackedLoaders(Trainer):
 
     def _check_loss(self, dataset: Any, rows: PackedBatchSampler, name: str, use: str) -> None:
         "ValueError where no position of the packed rows carries loss: all of it is cut away, or there was none."
-        lay_out: Any = self._loader(dataset, rows).collate_fn
-        batches = (lay_out([without_states(dataset, i) for i in row]) for row in rows)
+        row_of = self._row_of()
+        batches = (row_of([without_states(dataset, i) for i in row]) for row in rows)
         if any(batch["loss_mask"].any() for batch in batches):
             return
         n, longest = len(dataset), max(rows.lengths)
@@ -162,8 +165,8 @@ class PackedLoaders(Trainer):
         if dataset is None:
             raise ValueError("eval_dataset=None: there is nothing to evaluate on.")
         packed = self.rows(dataset)
-        if id(dataset) not in self.looked_at:  # once, and not at each evaluation
-            self.looked_at |= {id(dataset)}
+        if not any(dataset is other for other in self.looked_at):  # once, and not at each evaluation
+            self.looked_at += (dataset,)
             self._check_loss(dataset, packed, name, "evaluate")
             if self.args.should_log:
                 self.warn_cut(dataset, packed, name)

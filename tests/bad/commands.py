@@ -1,14 +1,14 @@
-"""Options of all commands: what makes no sense, what is no number, what is no word. The first part is made of two
-tables, which values are wrong and which command takes which option; `tests/test_options.py` sees that every option of
-every command is in it. Every such case is answered before a model is loaded. The rest is about what options say
+"""Options of all commands: what makes no sense, what is no number, what is no word. The first part is made of the
+rules: what one refuses is typed for every option that has it; `tests/test_options.py` sees that every option of every
+command is tried. Every such case is answered before a model is loaded. The rest is about what options say
 together, recipes, and arguments that name the wrong thing."""
 
 import inspect
-import math
+import re
 from collections import defaultdict
 
 from speculators_nb.cli import main as cli
-from speculators_nb.core.options import rule_of
+from speculators_nb.core.options import RULES, range_of, rule_of
 
 from .harness import ROOT, Case
 
@@ -66,69 +66,39 @@ MOONCAKE = [
     ("mooncake://host:99999", "{}='mooncake://host:99999': is no address of a Mooncake master"),
     ("mooncake://h:1?segment_gb=0", "{}='mooncake://h:1.segment_gb=0': is no address of a Mooncake master"),
 ]
-FLOATS = [
-    ("int8", "{}='int8': is not known; choose bfloat16"),
-    ("bf61", "{}='bf61': is not known; choose bfloat16"),
-    ("float", "{}='float': is not known"),
-]
 
 
-def words(known, *wrong):
-    return [(w, f"{{}}='{w}': is not known; choose .*{known}") for w in wrong]
+def refused(rule):
+    "(what is typed, what must be answered) of values that a rule refuses by its kind, whatever the option."
+    rule = rule.of or rule
+    match rule.kind:
+        case "path":
+            yield from PATH
+        case "text":
+            yield from (("''", "{}=\\[?''.*: is empty"), ("' '", "{}=\\[?' '.*: is empty"))
+        case "mapping":
+            yield from OBJECT
+        case "word":
+            known = rule.words if isinstance(rule.words, tuple) else rule.words()
+            said = "is not known; choose .*" + re.escape(known[-1])
+            yield f"{known[0]}x", f"{{}}='{known[0]}x': {said}.* Did you mean {known[0]}"
+            yield "xyzzy", f"{{}}='xyzzy': {said}"
+        case "whole" | "number":
+            whole = rule.kind == "whole"
+            step = 1 if whole else 0.125
+            for end, further in {rule.above: 0, rule.below: 0, rule.low: -step, rule.high: step}.items():
+                if end is not None:
+                    value = str((int if whole else float)(end + further))
+                    yield value, f"{{}}=\\[?{re.escape(value)}\\]?: must be {range_of(rule)}"
+            for value in () if whole else ("nan", "inf"):
+                yield value, f"{{}}=\\[?{value}\\]?: must be finite"
+            for value in ("many", "1.5") if whole else ("many",):
+                yield value, f"{{}}='{value}': is text, and must be a {'whole ' * whole}number"
 
 
-# options that take a path, and those that take a count
-PATHS = """data data_dir prepared recipe output output_dir out folder verifier drafter checkpoint from_pretrained
-native image_folder prompts heldout decode_prompts vllm convert.source gguf features file"""
-COUNTS = """max_samples n_prompts n_heldout self_prompts max_new_tokens max_tokens max_model_len min_trained
-batch_size concurrency num_proc early_stopping_patience regenerate_every demo.k real.k context_parallel_size
-conversations tokens_each devices"""
-RANGES = {  # numbers: option, or command.option -> (what is typed, the range that is answered)
-    **dict.fromkeys(COUNTS.split(), ("0 -3 many 99999999999", r"at least 1 and at most \d+")),
-    "num_layers": ("0 1000000 one", "at least 1 and at most 1000"),
-    "lora_rank": ("0 2.5 full", "at least 1 and at most 65536"),
-    "lora_alpha": ("0 -1 nan inf all", "greater than 0"),
-    "gradient_accumulation_steps": ("0 -1 0.5", "at least 1"),
-    "speculative_tokens": ("0 1000000000 x", "at least 1 and at most 4096"),
-    "max_length": ("-1 1 10000000000", "at least 2 and at most 4194304"),
-    "total_seq_len": ("1 -2048 1000000000000", "at least 2 and at most 4194304"),
-    "draft_vocab_size": ("0 -5 all", "at least 1"),
-    "vocab_size": ("0 -1 1e3", "at least 1"),
-    "k": ("-1 4097 four", "at least 0 and at most 4096"),
-    "world_size": ("0 -2 two", "at least 1"),
-    "port": ("0 70000 http", "at least 1 and at most 65535"),
-    "seed": ("-1 4294967296 1.5", "at least 0 and at most 4294967295"),
-    "num_train_epochs": ("0 -1 nan inf 9999999", "greater than 0 and at most 1000000"),
-    **dict.fromkeys(["epochs", "memory", "disk", "tflops", "bandwidth"], ("0 -1 nan inf", "greater than 0")),
-    "learning_rate": ("0 -1 nan inf fast", "greater than 0"),
-    "mfu": ("0 -1 nan inf 1.5", "greater than 0 and at most 1"),
-    **dict.fromkeys(("eval_share", "val_fraction"), ("1 -0.1 nan half", "at least 0 and less than 1")),
-    "temperature": ("-1 nan 1000 hot", "at least 0 and at most 100"),
-    "top_p": ("0 1.5 nan most", "greater than 0 and at most 1"),
-    "top_k": ("-1 2.5", "at least 0"),
-    "min_p": ("-0.1 2 nan", "at least 0 and at most 1"),
-    "patience": ("-1 nan long", "at least 0"),
-    "shard_gb": ("0 2000 nan big", "greater than 0 and at most 1000"),
-}
-
-
-def beyond(option, typed, limits):
-    "(what is typed, what must be answered) of numbers that are out of a range, not finite, or no numbers."
-    rule = rule_of(*option.split(".")[::-1])
-    whole = (rule.of or rule).kind == "whole"
-    for value in typed.split():
-        try:
-            number = (int if whole else float)(value)
-            yield value, f"{{}}=\\[?{number}\\]?: must be {limits if math.isfinite(number) else 'finite'}"
-        except ValueError:
-            yield value, f"{{}}='{value}': is text, and must be a {'whole ' * whole}number"
-
-
-BAD = {  # option, or command.option -> (what is typed, what must be answered)
+BAD = {  # option, or command.option -> (what is typed, what must be answered), where its rule's kind says too little
     "import_": [(None, None)],  # see OWN
-    **dict.fromkeys(PATHS.split(), PATH),
     **dict.fromkeys(("storage", "hidden_states"), PATH + MOONCAKE),
-    **{option: [*beyond(option, *numbers)] for option, numbers in RANGES.items()},
     "rank": [
         ("-1", "{}=-1: must be at least 0"),
         ("1", "{}=1: must be less than world_size=1; lower it"),
@@ -145,18 +115,11 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
         ("http://127.0.0.1", "{}='http://127.0.0.1': is no address to listen on"),
     ],
     "device": DEVICE,
-    "sampling": OBJECT,
-    "template_kwargs": OBJECT,
-    "config": OBJECT,
     "aux_layer_ids": LAYERS,
     "languages": [
         ("''", "{}=\\[?''\\]?: is empty"),
         ("en {option} ''", "{}=\\['en', ''\\]: is empty; write something like en"),
     ],
-    "evaluation": [("''", "{}=\\[''.*\\]: is empty"), ("' '", "{}=\\[' '.*\\]: is empty")],
-    "runs": [("''", "{}=\\[''.*\\]: is empty"), ("' '", "{}=\\[' '.*\\]: is empty")],
-    "model": [("''", "{}='': is empty; write something like"), ("'  '", "{}=' *': is empty")],
-    "format": [("''", "{}='': is empty"), ("' '", "{}=' ': is empty")],
     "train.extra": [
         ("warmup_steps", "extra='warmup_steps': write name=value"),
         ("seed=1", "extra='seed=1': has an option of its own; use --seed"),
@@ -172,67 +135,30 @@ BAD = {  # option, or command.option -> (what is typed, what must be answered)
         ("--dtype=half", "extra='--dtype=half': has an option of its own; use dtype"),
         ("--speculative-config={}", "extra=.*use k and method"),
     ],
-    "algorithm": [
-        ("eagel3", "{}='eagel3': is not known; choose .*Did you mean eagle3"),
-        ("gpt", "{}='gpt': is not known; choose .*eagle3"),
-        ("EAGLE3", "{}='EAGLE3': is not known"),
-    ],
-    "draft_arch": words("llama", "lama", "gpt2"),
-    "optimizer": words("adamw or muon", "adam", "sgd"),
-    "on_bad": words("raise or skip", "ignore", "Raise"),
-    "engine": words("reference or vllm", "sglang", "VLLM"),
-    "check.engine": words("vllm or llama.cpp", "sglang", "llama"),
-    "to": words("llama.cpp", "vllm", "gguf"),
-    "features.engine": words("local or ray", "spark", "Ray"),
-    "regenerate.engine": words("local or ray", "spark", "Ray"),
-    "checkpoint_format": words("full or sharded", "shard", "Full"),
-    "rule": words("standard", "typcial", "always"),
-    "kv_cache": words("dynamic, static or graphs", "sttaic", "paged"),
-    "attn_implementation": words("sdpa, eager", "spda", "flash", "kernels-community/flash-attn2"),
-    "load": words("requests or guidellm", "wrk", "request"),
-    "method": words("ngram", "nrgam", "magic"),
-    "engine_version": words("0.32 or 0.33", "0.31", "newest"),
-    "features.source": words("hf or vllm", "openai", "HF"),
-    "rows": words("conversation or turn", "turns", "all"),
-    "too_long": words("cut or drop", "dorp", "keep"),
-    "save_dtype": FLOATS,
-    "features.dtype": [
-        ("int8", "{}='int8': is not known; choose bfloat16"),
-        ("bf61", "{}='bf61': is not known"),
-        ("float64", "{}='float64': is not known"),
-    ],
-    "dtype": words("auto", "int8", "fp4"),
-    "compute_dtype": words("auto, bfloat16 or float32", "bf16", "float16"),
 }
+# numbers that `train` takes and has no option for
+NUMBERS = """max_steps weight_decay adam_beta1 adam_beta2 max_grad_norm logging_steps save_steps eval_steps
+regenerate_temperature save_total_limit muon_learning_rate data_seed dataloader_num_workers ttt_steps
+ttt_step_loss_decay block_size max_anchors num_heads markov_rank dpace_alpha noise_std down_sample_ratio
+mask_token_id"""
 FURTHER = [  # --extra of train: (name=value, what must be answered)
-    ("max_steps=-2", "max_steps=-2: must be at least -1"),
+    *(
+        (f"{name}={value}", expect.replace("{}", name))
+        for name in NUMBERS.split()
+        for value, expect in [*refused(RULES[name])][:1]
+    ),
     ("max_steps=0", "max_steps=0: trains nothing; give a number of steps"),
     (f"warmup_steps=1{'0' * 400}", "warmup_steps=1000.*: must be finite"),
-    ("weight_decay=-0.1", "weight_decay=-0.1: must be at least 0"),
-    ("adam_beta1=-0.1", "adam_beta1=-0.1: must be at least 0"),
-    ("adam_beta2=1", "adam_beta2=1: must be at least 0 and less than 1"),
-    ("max_grad_norm=-1", "max_grad_norm=-1: must be at least 0"),
-    ("logging_steps=0", "logging_steps=0: must be greater than 0"),
     ("logging_steps=2.5", "logging_steps=2.5: must be a whole number, or a share below 1"),
-    ("save_steps=-1", "save_steps=-1: must be greater than 0"),
-    ("eval_steps=0", "eval_steps=0: must be greater than 0"),
-    ("regenerate_temperature=-1", "regenerate_temperature=-1: must be at least 0"),
     ("regenerate_temperature=0.7", "regenerate_temperature=0.7: has no effect without regenerate_every"),
-    ("save_total_limit=0", "save_total_limit=0: must be at least 1"),
     ("lr_scheduler_type=cosin", "lr_scheduler_type='cosin': is not known; choose .*Did you mean cosine"),
     ("lr_scheduler_kwargs=3", "lr_scheduler_kwargs=3: must be a mapping"),
     ('lr_scheduler_kwargs={"a": 1}', "lr_scheduler_kwargs={'a': 1}: get_cosine_schedule_with_warmup takes no 'a'"),
     ('accelerator_config={"even_batch": 1}', "accelerator_config=.*takes no 'even_batch'; did you mean even_batches"),
     ("eval_strategy=sometimes", "eval_strategy='sometimes': is not known; choose no, steps or epoch"),
     ("save_strategy=true", "save_strategy=True: is no word"),
-    ("muon_learning_rate=0", "muon_learning_rate=0: must be greater than 0"),
-    ("data_seed=-1", "data_seed=-1: must be at least 0"),
-    ("dataloader_num_workers=-1", "dataloader_num_workers=-1: must be at least 0"),
     ("bf16_full_eval=True", "bf16_full_eval='True' has no effect here: bf16 decides"),
     ("use_cpu=null", "use_cpu=None: is missing"),
-    ("ttt_steps=0", "ttt_steps=0: must be at least 1"),
-    ("ttt_steps=1000", "ttt_steps=1000: must be at least 1 and at most 64"),
-    ("ttt_step_loss_decay=0", "ttt_step_loss_decay=0: must be greater than 0"),
     ('loss_fn={"ce":-1}', "loss_fn={'ce': -1}: the weight of ce must be at least 0"),
     ('loss_fn={"ce":0}', "loss_fn={'ce': 0}: all weights are 0"),
     ("loss_fn=3", "loss_fn=3: must name a loss"),
@@ -244,15 +170,7 @@ FURTHER = [  # --extra of train: (name=value, what must be answered)
     ("gemm_dtype=int8", "gemm_dtype='int8': is not known"),
     ("target_layer_ids=[3,1]", "target_layer_ids=\\[3, 1\\]: must ascend"),
     ("target_layer_ids=2", "target_layer_ids=2: must be a list"),
-    ("block_size=1", "block_size=1: must be at least 2"),
-    ("max_anchors=0", "max_anchors=0: must be at least 1"),
-    ("num_heads=0", "num_heads=0: must be at least 1"),
-    ("markov_rank=-1", "markov_rank=-1: must be at least 0"),
-    ("dpace_alpha=2", "dpace_alpha=2: must be at least 0 and at most 1"),
-    ("noise_std=-1", "noise_std=-1: must be at least 0"),
-    ("down_sample_ratio=0", "down_sample_ratio=0: must be greater than 0"),
     ("step_weights=[0.5,-1]", "step_weights=\\[0.5, -1\\]: must be at least 0"),
-    ("mask_token_id=-1", "mask_token_id=-1: must be at least 0"),
 ]
 TOGETHER = [  # (name, line after the command's own, what must be answered)
     (
@@ -731,7 +649,7 @@ def _typed(command, p, value):
 
 
 def _values(command, p):
-    return BAD.get(f"{command}.{p.name}") or BAD.get(p.name)
+    return BAD.get(f"{command}.{p.name}") or BAD.get(p.name) or [*refused(rule_of(p.name, command))]
 
 
 def _wrong(command, p):
@@ -758,7 +676,7 @@ def _of_options():
     alike = defaultdict(list)
     for command, function in cli.app.functions.items():
         for p in inspect.signature(function).parameters.values():
-            alike[p.name, id(rule_of(p.name, command)), id(_values(command, p))].append([*_wrong(command, p)])
+            alike[p.name, id(rule_of(p.name, command)), str(_values(command, p))].append([*_wrong(command, p)])
     for group in alike.values():
         for i, cases in enumerate(group):
             yield from cases[i :: len(group)] or cases[i % max(1, len(cases)) :][:1]
