@@ -82,7 +82,9 @@ def refused(rule):
             known = rule.words if isinstance(rule.words, tuple) else rule.words()
             said = "is not known; choose .*" + re.escape(known[-1])
             yield f"{known[0]}x", f"{{}}='{known[0]}x': {said}.* Did you mean {known[0]}"
-            yield "xyzzy", f"{{}}='xyzzy': {said}"
+            for value in ("xyzzy", known[-1].upper()):  # also of the wrong case
+                if value not in known:
+                    yield value, f"{{}}='{value}': {said}"
         case "whole" | "number":
             whole = rule.kind == "whole"
             step = 1 if whole else 0.125
