@@ -170,8 +170,8 @@ FURTHER = [  # --extra of train: (name=value, what must be answered)
     ("norm_before_fc=yes", "norm_before_fc='yes': must be true or false"),
     ("attn_impl=auto", "attn_impl='auto': is not known; choose blocked, sdpa"),
     ("gemm_dtype=int8", "gemm_dtype='int8': is not known"),
-    ("target_layer_ids=[3,1]", "target_layer_ids=\\[3, 1\\]: must ascend"),
-    ("target_layer_ids=2", "target_layer_ids=2: must be a list"),
+    ("target_layer_ids=[1,3]", "extra='target_layer_ids=.*: has an option of its own; use --aux-layer-ids"),
+    ("url=http://host:8000", "extra='url=http://host:8000': has an option of its own; use --server"),
     ("step_weights=[0.5,-1]", "step_weights=\\[0.5, -1\\]: must be at least 0"),
 ]
 TOGETHER = [  # (name, line after the command's own, what must be answered)
