@@ -19,7 +19,7 @@ from transformers.trainer_utils import IntervalStrategy, SaveStrategy, Scheduler
 from speculators_nb.cli import main as cli
 from speculators_nb.core import options
 from speculators_nb.core.config import FIELD_RULES, LAYER_RULES, import_models
-from speculators_nb.core.options import IN, RULES, algorithms, check_options, pairs, rule_of
+from speculators_nb.core.options import IN, RULES, algorithms, check_options, pairs, range_of, rule_of
 from speculators_nb.decode.acceptance_rules import RULES as ACCEPTANCE
 from speculators_nb.evaluate.engine import GENERATORS
 from speculators_nb.features.feature_rows import stored_dtype
@@ -99,6 +99,83 @@ def test_a_rule_refuses(where, rule):
     "A rule that lets everything pass is none; what no rule of its kind may let pass."
     assert all(map(rule.problem, WRONG[rule.kind]))
     assert rule.problem(object() if not rule.objects else b"x")
+
+
+# by hand, since tests/bad/commands.py types what the rules themselves refuse, and so knows no wrong rule
+RANGES = {  # what a number may be -> options, and command.option
+    "at least 0": """patience warmup_steps weight_decay max_grad_norm eval_delay confidence_head_alpha feature_weight
+        noise_std step_weights SuffixDrafter.factor""",
+    "at least 0 and at most 1": "down_sample_ratio_min dpace_alpha min_p SuffixDrafter.min_prob",
+    "at least 0 and at most 100": "temperature regenerate_temperature temperatures evaluate.temperature",
+    "at least 0 and less than 1": "val_fraction adam_beta1 adam_beta2 eval_share",
+    "greater than 0": """lora_alpha timeout dflash_decay_gamma budget learning_rate muon_learning_rate memory disk
+        tflops bandwidth logging_steps save_steps eval_steps LengthByRates.costs""",
+    "greater than 0 and at most 1": "down_sample_ratio top_p mfu",
+    "greater than 0 and at most 10": "ttt_step_loss_decay step_weight_beta head_loss_decay",
+    "greater than 0 and at most 1000": "shard_gb",
+    "greater than 0 and at most 1000000": "num_train_epochs epochs",
+    "at least -1 and at most 2147483648": "max_steps",
+    "at least 0 and at most 999": "full_attention_indices",
+    "at least 0 and at most 1000": "num_hidden_layers",
+    "at least 0 and at most 1024": "dataloader_num_workers",
+    "at least 0 and at most 4096": "k record serve.k",
+    "at least 0 and at most 10000": "aux_layer_ids target_layer_ids",
+    "at least 0 and at most 65536": "markov_rank",
+    "at least 0 and at most 2147483648": "rank top_k mask_token_id SuffixDrafter.max_requests",
+    "at least 0 and at most 4294967295": "seed data_seed",
+    "at least 1 and at most 64": "ttt_steps num_depths num_heads forward_num_total num_speculative_steps",
+    "at least 1 and at most 1000": "num_layers experiment.seeds",
+    "at least 1 and at most 1024": "num_proc dataloader_prefetch_factor context_parallel_size experiment.workers",
+    "at least 1 and at most 4096": "speculative_tokens demo.k real.k experiment.k experiment.draft_lengths",
+    "at least 1 and at most 65535": "port",
+    "at least 1 and at most 65536": "batch_size concurrency lora_rank regenerate.concurrency features.concurrency",
+    "at least 1 and at most 1000000": "repeats rounds devices",
+    "at least 1 and at most 1048576": "gradient_accumulation_steps intermediate_size",
+    "at least 1 and at most 4194304": """max_new_tokens max_tokens min_trained context tokens_each sliding_window
+        experiment.max_new_tokens""",
+    "at least 1 and at most 10000000": "draws",
+    "at least 1 and at most 2147483648": """max_failures world_size ddp_timeout max_samples n_prompts n_heldout
+        self_prompts conversations max_model_len vocab_size draft_vocab_size max_anchors early_stopping_patience
+        regenerate_every save_total_limit torch_empty_cache_steps ddp_bucket_cap_mb vocab.draft_vocab_size
+        experiment.n_prompts NgramDrafter.min_n NgramDrafter.max_n tolerant.accept_k fly.entropy_top_k
+        batch_verify.batch reliability_table.bins LengthByRates.memory LengthByConfidence.every fly.window_size""",
+    "at least 2 and at most 1024": "block_size",
+    "at least 2 and at most 4194304": "max_length total_seq_len",
+    "at least 2 and at most 2147483648": "SuffixDrafter.depth",
+}
+WORDS = {  # that no other table of the code has -> options, and command.option
+    "0.32 0.33": "engine_version",
+    "auto bfloat16 float32": "compute_dtype",
+    "bfloat16 float16 float32": "save_dtype from-gguf.save_dtype",
+    "bfloat16 float16 float32 float64": "gemm_dtype",
+    "bfloat16 float16 float32 float8_e4m3fn fp8": "dtype",
+    "conversation turn": "rows",
+    "cut drop": "too_long",
+    "dynamic static graphs": "kv_cache",
+    "full sharded": "checkpoint_format",
+    "hf vllm": "source",
+    "llama.cpp fp8": "to",
+    "local ray": "regenerate.engine features.engine",
+    "raise skip": "on_bad",
+    "reference vllm": "engine",
+    "sdpa eager flex_attention flash_attention_2 flash_attention_3 flash_attention_4": "attn_implementation",
+    "vllm llama.cpp": "check.engine",
+}
+
+
+def test_ranges():
+    known = {name: limits for limits, names in RANGES.items() for name in names.split()}
+    rules = {name: (RULES | IN)[name] for name in known}
+    assert {name: range_of(rule.of or rule) for name, rule in rules.items()} == known
+    for command, p in OPTIONS:
+        rule = rule_of(p.name, command)
+        if (rule.of or rule).kind in ("number", "whole"):
+            assert {p.name, f"{command}.{p.name}"} & known.keys(), f"write the range of {p.name} into RANGES"
+
+
+@pytest.mark.parametrize("words,name", [(w, n) for w, names in WORDS.items() for n in names.split()])
+def test_words_of_a_choice(words, name):
+    assert (RULES | IN)[name].words == tuple(words.split())
 
 
 # fields of TrainingArguments whose values transformers itself checks well, or that need another machine than one with

@@ -1,9 +1,11 @@
 """The trainer's promises, on a toy that keeps the training contract and nothing else: token-weighted accumulation,
 still evaluation, whole checkpoints, exact resume."""
 
+import gc
 import json
 import os
 import shutil
+import weakref
 from contextlib import nullcontext
 from itertools import pairwise
 
@@ -13,6 +15,7 @@ import torch
 from on_device import CUDA, PretendCuda, on_cuda
 from safetensors.torch import load_file
 from torch import nn
+from torch.utils.data import Subset
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainerState
 
 import speculators_nb.train.trainer as trainer_module
@@ -368,6 +371,25 @@ def test_evaluation_holds_still_and_leaves_training_alone(tmp_path):
 def test_several_evaluation_sets(tmp_path):
     trainer = SpeculatorTrainer(toy(), arguments(tmp_path), samples(), {"a": samples(3, 1), "b": samples(4, 2)})
     assert {"eval_a_loss", "eval_b_loss", "eval_a_acc", "eval_b_acc"} <= set(trainer.evaluate())
+
+
+def test_an_evaluation_set_is_looked_at_once_and_not_kept(tmp_path, monkeypatch):
+    "A set of one's own may be large; another one that lies where it was is looked at as well."
+    looked = []
+    monkeypatch.setattr(SpeculatorTrainer, "_check_loss", lambda self, dataset, *_: looked.append(len(dataset)))
+    trainer = SpeculatorTrainer(toy(), arguments(tmp_path), samples(), samples(5, 1))
+    alive = []
+    for n in (3, 4):
+        own = Subset(samples(n, 2), range(n))
+        alive.append(weakref.ref(own))
+        for _ in range(2):
+            trainer.evaluate(own)
+    del own
+    gc.collect()
+    assert alive[0]() is None  # transformers keeps the loader of the last
+    for _ in range(2):
+        trainer.evaluate()
+    assert looked == [3, 4, 5]
 
 
 def test_metrics_come_in_pairs():

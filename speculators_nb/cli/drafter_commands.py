@@ -12,7 +12,7 @@ import torch
 from ..core.checkpoints import hub_access
 from ..core.config import SpeculatorModelConfig
 from ..core.files import disk_errors, save_figure, writable_folder, write_object, write_text
-from ..core.options import FILTERS, FIRST_CHOICE, NO_WEIGHTS, check_options, pairs
+from ..core.options import FILTERS, FIRST_CHOICE, NO_WEIGHTS, TRAINER_NAMES, check_options, pairs
 from ..core.provenance import provenance_path, write_provenance
 from ..data.prepared_folder import read_data_config
 from ..decode.ngram import NgramDrafter
@@ -59,9 +59,9 @@ else:
 KEPT = "checkpoints that are complete are kept, --resume continues from the newest"
 
 
-# options of `train` by the names that `train_drafter` has; those that it does not take; and those that the record of a
+# options of `train` that `train_drafter` does not take by their names, or not at all; and those that the record of a
 # drafter names elsewhere, or that leave the drafter as it is. All others are passed on and recorded as they are.
-TRAINER_NAMES = {"server": "url", "aux_layer_ids": "target_layer_ids", "resume": "resume_from_checkpoint"}
+PASSED_AS = TRAINER_NAMES | {"resume": "resume_from_checkpoint"}
 NOT_TRAINERS = {"decode_prompts", "trust_remote_code", "extra"}
 NOT_RECORDED = {"data_dir", "output_dir", "verifier", "from_pretrained", "storage", "patience", "overwrite"}
 
@@ -126,7 +126,7 @@ def train(
             target, tokenizer = open_verifier(verifier)
             prompts = prompts_of(decode_prompts, tokenizer, PROMPTS)[0]
             decoding = decoded_acceptance(target, prompts, eos_token_ids=eos_ids_of(target, tokenizer))
-        passed = {TRAINER_NAMES.get(n, n): value for n, value in options.items() if n not in NOT_TRAINERS}
+        passed = {PASSED_AS.get(n, n): value for n, value in options.items() if n not in NOT_TRAINERS}
         trainer = train_drafter(**passed | more, measure=decoding)
     args = trainer.args
     # by the first rank; the record of a finished run stays

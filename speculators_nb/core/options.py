@@ -387,6 +387,8 @@ def check_vllm_arguments(extra: Iterable[str]) -> None:
         takes = item.startswith("-") and "=" not in item
 
 
+# options of `train` -> their names in `train_drafter`
+TRAINER_NAMES = {"server": "url", "aux_layer_ids": "target_layer_ids"}
 NO_WEIGHTS = ("ngram", "ngram_gpu", "suffix")  # methods without a draft checkpoint
 FILTERS = dict(top_p=1.0, top_k=0, min_p=0.0)  # of sampling: name -> default, which is off
 # options of `evaluate` that one engine alone reads: name -> default
@@ -491,8 +493,9 @@ def _check_together(values: Mapping, command: str) -> None:
             elif "server" in values:
                 _leave_out(values, ["storage"], "has no effect without a server; leave it out, or give server")
             more = pairs(get("extra"))
-            if taken := sorted(more.keys() & values.keys()):
-                option = f"--{taken[0].replace('_', '-')}"
+            options = {TRAINER_NAMES.get(name, name): name for name in values}
+            if taken := sorted(more.keys() & (options.keys() | values.keys())):
+                option = f"--{options.get(taken[0], taken[0]).replace('_', '-')}"
                 given = shown(f"{taken[0]}={more[taken[0]]}")
                 raise ValueError(f"extra={given}: has an option of its own; use {option}")
             if more:

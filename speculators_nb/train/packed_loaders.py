@@ -4,6 +4,7 @@ Ranks take turns. An evaluation has the same rows every time, and a row's random
 import contextlib
 import hashlib
 import logging
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -62,6 +63,14 @@ def collated(samples: list[dict], cut: Callable[[dict], dict] | None, **given: A
     return cut(row) if cut else row
 
 
+def _reference(dataset):
+    "What gives a dataset as long as somebody else has it; a list, which knows no weak references, for good."
+    try:
+        return weakref.ref(dataset)
+    except TypeError:
+        return lambda: dataset
+
+
 class PackedLoaders(Trainer):
     "transformers' Trainer that packs a dataset into rows of `total_seq_len`."
 
@@ -72,7 +81,7 @@ class PackedLoaders(Trainer):
 
     train_rows: PackedBatchSampler  # of the training, as its loader has them
     n_eval_rows = 0  # rows of the current evaluation set that count
-    looked_at: tuple = ()  # evaluation sets so far
+    looked_at: tuple = ()  # evaluation sets so far, as of `_reference`
     shift: Any = None  # sample -> the sample as it is laid out in a row; None: as it is
     feature_dtype: torch.dtype | None = None  # of hidden states in a batch; None: as stored
     cut: Callable[[dict], dict] | None = None  # a row -> the part of this rank; None: all of it
@@ -165,8 +174,8 @@ class PackedLoaders(Trainer):
         if dataset is None:
             raise ValueError("eval_dataset=None: there is nothing to evaluate on.")
         packed = self.rows(dataset)
-        if not any(dataset is other for other in self.looked_at):  # once, and not at each evaluation
-            self.looked_at += (dataset,)
+        if not any(dataset is other() for other in self.looked_at):  # once, and not at each evaluation
+            self.looked_at += (_reference(dataset),)
             self._check_loss(dataset, packed, name, "evaluate")
             if self.args.should_log:
                 self.warn_cut(dataset, packed, name)

@@ -82,7 +82,9 @@ def refused(rule):
             known = rule.words if isinstance(rule.words, tuple) else rule.words()
             said = "is not known; choose .*" + re.escape(known[-1])
             yield f"{known[0]}x", f"{{}}='{known[0]}x': {said}.* Did you mean {known[0]}"
-            yield "xyzzy", f"{{}}='xyzzy': {said}"
+            for value in ("xyzzy", known[-1].upper()):  # also of the wrong case
+                if value not in known:
+                    yield value, f"{{}}='{value}': {said}"
         case "whole" | "number":
             whole = rule.kind == "whole"
             step = 1 if whole else 0.125
@@ -168,8 +170,8 @@ FURTHER = [  # --extra of train: (name=value, what must be answered)
     ("norm_before_fc=yes", "norm_before_fc='yes': must be true or false"),
     ("attn_impl=auto", "attn_impl='auto': is not known; choose blocked, sdpa"),
     ("gemm_dtype=int8", "gemm_dtype='int8': is not known"),
-    ("target_layer_ids=[3,1]", "target_layer_ids=\\[3, 1\\]: must ascend"),
-    ("target_layer_ids=2", "target_layer_ids=2: must be a list"),
+    ("target_layer_ids=[1,3]", "extra='target_layer_ids=.*: has an option of its own; use --aux-layer-ids"),
+    ("url=http://host:8000", "extra='url=http://host:8000': has an option of its own; use --server"),
     ("step_weights=[0.5,-1]", "step_weights=\\[0.5, -1\\]: must be at least 0"),
 ]
 TOGETHER = [  # (name, line after the command's own, what must be answered)
