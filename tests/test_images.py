@@ -5,6 +5,7 @@ import base64
 import copy
 import io
 import json
+import pickle
 import shutil
 import threading
 import time
@@ -326,6 +327,13 @@ def test_the_pictures_matter(folder, prepared):
     assert (verifier(ids, inputs=inputs).hidden_states - verifier(ids).hidden_states).abs().max() > 1e-2
     with pytest.raises(ValueError, match="Prepare the data again"):
         inputs_of(row | {"input_ids": row["input_ids"][:-1]}, template)
+
+
+def test_row_inputs_that_were_read_can_be_sent_to_a_process(folder, prepared):
+    "As a loader does again for each epoch; the processor is loaded anew from its folder."
+    read = RowInputs(prepared.rows, folder / "qwen2_vl")
+    mine, theirs = read(0), pickle.loads(pickle.dumps(read))(0)
+    assert mine and mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
 
 
 def test_without_a_processor_a_verifier_reads_texts(folder, tmp_path):
