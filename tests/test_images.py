@@ -354,6 +354,22 @@ def test_without_a_processor_a_verifier_reads_texts(folder, tmp_path):
         prepared_for(alone, "pictures")
 
 
+def test_a_processor_that_only_the_tokenizer_names(folder, tmp_path):
+    "By its own code, which needs no file of settings."
+    alone = tmp_path / "alone"
+    shutil.copytree(folder / "qwen2_vl", alone, ignore=shutil.ignore_patterns("*processor_config.json"))
+    settings = json.loads((alone / "tokenizer_config.json").read_text())
+    settings["auto_map"] = {"AutoProcessor": "processing_own.OwnProcessor"}
+    settings.pop("processor_class", None)
+    (alone / "tokenizer_config.json").write_text(json.dumps(settings))
+    (alone / "processing_own.py").write_text("""
+class OwnProcessor:
+    register_for_auto_class = classmethod(lambda cls: None)
+    from_pretrained = classmethod(lambda cls, path, **given: cls())
+""")
+    assert type(load_processor(alone, trust_remote_code=True)).__name__ == "OwnProcessor"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_is_decoded_as_the_model_decodes_it(folder, family):
     verifier = Verifier.from_pretrained(str(folder / family))
