@@ -114,6 +114,8 @@ class Handler(BaseHTTPRequestHandler):
             )
         time.sleep(self.server.delay)
         answer = {"/v1/chat/completions": self.chat, "/v1/completions": self.complete}[self.path](body)
+        if kind == "says":
+            return self.say(value.encode())
         if kind == "ends":
             answer["choices"][0]["finish_reason"] = value
         answer = json.dumps(answer).encode()

@@ -5,6 +5,7 @@ import base64
 import copy
 import io
 import json
+import pickle
 import shutil
 import threading
 import time
@@ -328,6 +329,13 @@ def test_the_pictures_matter(folder, prepared):
         inputs_of(row | {"input_ids": row["input_ids"][:-1]}, template)
 
 
+def test_row_inputs_that_were_read_can_be_sent_to_a_process(folder, prepared):
+    "As a loader does again for each epoch; the processor is loaded anew from its folder."
+    read = RowInputs(prepared.rows, folder / "qwen2_vl")
+    mine, theirs = read(0), pickle.loads(pickle.dumps(read))(0)
+    assert mine and mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
 def test_without_a_processor_a_verifier_reads_texts(folder, tmp_path):
     "As one that was trained on and saved with its tokenizer alone; pictures are refused by name."
     whole, alone = folder / "qwen2_vl", tmp_path / "alone"
@@ -344,6 +352,22 @@ def test_without_a_processor_a_verifier_reads_texts(folder, tmp_path):
     talk[0]["content"] = [{"type": "image", "image": "data:image/png;base64,AA=="}]
     with pytest.raises(ValueError, match="prepare it with the processor of a vision-language verifier"):
         prepared_for(alone, "pictures")
+
+
+def test_a_processor_that_only_the_tokenizer_names(folder, tmp_path):
+    "By its own code, which needs no file of settings."
+    alone = tmp_path / "alone"
+    shutil.copytree(folder / "qwen2_vl", alone, ignore=shutil.ignore_patterns("*processor_config.json"))
+    settings = json.loads((alone / "tokenizer_config.json").read_text())
+    settings["auto_map"] = {"AutoProcessor": "processing_own.OwnProcessor"}
+    settings.pop("processor_class", None)
+    (alone / "tokenizer_config.json").write_text(json.dumps(settings))
+    (alone / "processing_own.py").write_text("""
+class OwnProcessor:
+    register_for_auto_class = classmethod(lambda cls: None)
+    from_pretrained = classmethod(lambda cls, path, **given: cls())
+""")
+    assert type(load_processor(alone, trust_remote_code=True)).__name__ == "OwnProcessor"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

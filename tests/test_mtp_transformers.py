@@ -449,6 +449,13 @@ def test_what_cannot_be_read_is_refused_in_a_line(case, tmp_path, monkeypatch):
     turning.rope_parameters = dict(rope_type="dynamic", rope_theta=1e4, factor=2.0)
     with pytest.raises(NotSupported, match="^rope_type='dynamic' depends on the length of a text; .* another drafter$"):
         new_stack(turning)
+    if case.family == "glm4_moe":  # a context of 256 tokens
+        long = dict(rope_type="longrope", rope_theta=1e4, short_factor=[1.0] * 2, long_factor=[2.0] * 2)
+        turning.rope_parameters = long | dict(original_max_position_embeddings=128)
+        with pytest.raises(NotSupported, match="^rope_type='longrope' depends on the length of a text"):
+            new_stack(turning)
+        turning.rope_parameters = long | dict(original_max_position_embeddings=256)
+        assert new_stack(turning)  # no text is long enough
     if getattr(layer, "layer_types", None) and case.family != "inkling_text":
         unknown = copy.deepcopy(layer)
         unknown.mtp_layer_types = None

@@ -144,6 +144,17 @@ def test_what_was_answered_before_a_failure(server, tmp_path):
     assert questions == [f"question {i}, part {t}" for i in (1, 2) for t in range(3)]
 
 
+@pytest.mark.parametrize("fault", ["ends:abort", "ends:error", 'says:{"error": {"message": "overloaded"}}'])
+def test_an_answer_that_the_server_breaks_off_is_asked_for_again(fault, server, tmp_path):
+    "As a server does that is paused or shut down, and a gateway before it: the conversation is not cut there for good."
+    path = tmp_path / "out.jsonl"
+    server.fault(fault, -1, "question 0, part 1")
+    report = regenerate_from_server(server.url, [talk(0, 3)], path)
+    assert report["failed"].total() == 1 and not report["truncated"] and not path.read_bytes()
+    server.set(faults=[])
+    assert regenerate_from_server(server.url, [talk(0, 3)], path)["answers"] == 3
+
+
 def test_a_row_of_failures_stops_the_job(server, tmp_path):
     server.fault("404", -1, "lost")
     with pytest.raises(TooManyFailures, match="status 404: fault 404"):

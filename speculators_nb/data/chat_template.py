@@ -100,21 +100,30 @@ def load_processor(path: str | Path, trust_remote_code: bool = False):
     else, and where a folder has none, its tokenizer. Videos need torchvision, pictures do not."""
     with tokenizer_errors(path):
         config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        files = (Path(path) / name for name in ("processor_config.json", "preprocessor_config.json"))
-        has_none = Path(path).is_dir() and not any(file.is_file() for file in files)
-        if has_none or getattr(config, "vision_config", None) is None:
+        if getattr(config, "vision_config", None) is None:
             return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
         try:
-            return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
-        except ImportError:
-            auto = transformers.models.auto.processing_auto  # every release has the names there
-            names = auto.PROCESSOR_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
-            kind = getattr(transformers, names.get(config.model_type) or "", None)
-            if kind is None:
+            return _processor(path, config, trust_remote_code)
+        except OSError:
+            files = (Path(path) / name for name in ("processor_config.json", "preprocessor_config.json"))
+            if not Path(path).is_dir() or any(file.is_file() for file in files):
                 raise
-            tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
-            pictures = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
-            return without_video(kind)(pictures, tokenizer, None, chat_template=tokenizer.chat_template)
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+
+
+def _processor(path, config, trust_remote_code):
+    "The processor of a verifier that takes pictures. OSError: it has none."
+    try:
+        return AutoProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+    except ImportError:
+        auto = transformers.models.auto.processing_auto  # every release has the names there
+        names = auto.PROCESSOR_MAPPING_NAMES  # pyright: ignore[reportPrivateImportUsage]
+        kind = getattr(transformers, names.get(config.model_type) or "", None)
+        if kind is None:
+            raise
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+        pictures = AutoImageProcessor.from_pretrained(path, trust_remote_code=trust_remote_code)
+        return without_video(kind)(pictures, tokenizer, None, chat_template=tokenizer.chat_template)
 
 
 def without_video(kind: type) -> type:

@@ -492,6 +492,10 @@ class RowInputs:
         loaded = load_processor(given) if isinstance(given, (str, Path)) else given
         return ChatTemplate(loaded, **config_of(self.table).get("origin", {}).get("template_kwargs", {}))
 
+    def __getstate__(self) -> dict[str, Any]:
+        "Without the template, which a copy loads itself: not every processor can be sent to a process."
+        return {"processor": self.processor, "table": self.table}
+
     def __call__(self, i: int) -> dict:
         if self.table is None:
             return {}

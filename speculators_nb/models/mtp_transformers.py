@@ -26,7 +26,7 @@ from transformers.modeling_layers import MtpModel
 from ..core.files import NotSupported
 from ..nn.target_head import text_config, verifier_config
 from ..verifier.cache import cache_keyword
-from ..verifier.row_limits import rope_by_length
+from ..verifier.row_limits import context_length, rope_by_length, same_angles_until
 from ..verifier.tapped_model import auto_class
 from .formats import Tensors
 
@@ -102,7 +102,9 @@ def new_stack(config: PretrainedConfig) -> MTPStack:  # of a language model
             f"unpadded_vocab_size={config.unpadded_vocab_size} of {config.vocab_size}: a verifier whose head has fewer "
             "rows than its embedding has no drafter here"
         )
-    if rope := rope_by_length(vars(config)):
+    text = vars(config)
+    rope, context = rope_by_length(text), context_length(text)
+    if rope and not (context and context <= (same_angles_until(text) or 0)):  # else no text is long enough
         raise NotSupported(
             f"rope_type={rope['rope_type']!r} depends on the length of a text; transformers' MTP layers keep their "
             "keys as they were: train another drafter"

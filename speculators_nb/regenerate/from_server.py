@@ -85,10 +85,20 @@ def _choice_of(reply):
     raise ValueError(f"the server's answer has no choices[0].message: {json.dumps(reply)[:200]}") from None
 
 
+# finish reasons of an answer that the server broke off: vLLM and SGLang, while they are paused, fail or shut down
+BROKEN_OFF = (None, "abort", "error")
+
+
 def _message_of(reply):
-    "The choice of a reply, its message, and its finish reason. ValueError: it has none."
-    choice = _choice_of(reply)
+    """The choice of a reply, its message, and its finish reason. EndpointError: the server gave no answer, or broke it
+    off; ValueError: the answer cannot be used."""
+    try:
+        choice = _choice_of(reply)
+    except ValueError as e:
+        raise EndpointError(str(e)) from None
     raw, finish = choice["message"], choice.get("finish_reason")
+    if finish in BROKEN_OFF:
+        raise EndpointError(f"the server broke off: the answer ended for the reason {finish!r}")
     if finish not in ("stop", "length", "tool_calls"):
         raise ValueError(f"the answer ended for the reason {finish!r}")
     message = {"role": "assistant", "content": raw.get("content")}
